@@ -46,7 +46,7 @@ def verify(
     with stdout_kept_clean():
         from rich.console import Console
 
-        from megasdc.common.progress import runs_bar
+        from megasdc.common.program import runs_bar
         from megasdc.ops.golden.node import verify_as_launched
         from megasdc.ops.golden.result import VerifyResult, render_golden
 

@@ -77,7 +77,7 @@ megasdc_torch_is_permitted() {
     PYTHONPATH="$2${PYTHONPATH:+:$PYTHONPATH}" "$1" - "$3" <<'EOF'
 import sys
 
-from megasdc.common.versions.installed import range_problems
+from megasdc.common.versions import range_problems
 
 if problems := range_problems({"torch": sys.argv[1]}):
     sys.exit(f"install: {problems[0]}: use another environment (MEGASDC_VENV), or install a permitted PyTorch there")

@@ -19,10 +19,8 @@ from types import NoneType
 from typing import Any
 
 from megasdc.common.credentials import without_credentials
-from megasdc.common.durable import parse_json
-from megasdc.common.moment import Moment
-from megasdc.common.origin import Launch, Origin, this_launch
-from megasdc.common.room import LineFile
+from megasdc.common.durable import LineFile, parse_json
+from megasdc.common.origin import Launch, Moment, Origin, this_launch
 
 _LAST_SECOND = 253402300800.0
 """After year 9999, which no calendar shows."""
@@ -52,7 +50,7 @@ class EventLog:
     """Appends events to ``events/rank_NNNNN.jsonl`` in the run folder and counts them by kind and name.
 
     Each event is one ``write`` of a complete line, flushed at once, so that a killed process leaves at most one
-    incomplete last line. What has no room is written later, see ``megasdc.common.room``.
+    incomplete last line. What has no room is written later, see ``megasdc.common.durable``.
 
     Args:
         run_dir: the run folder; created if absent.

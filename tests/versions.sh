@@ -5,7 +5,7 @@
 #   bash tests/versions.sh [--all | --torch 2.12.1 --python 3.12 --megatron 0.18.2] [--deepspeed 0.19.8] [--smoke]
 #                          [--cache DIR] [--remove]
 #
-# Without a choice: the combinations of megasdc/common/versions/tested.py that have the oldest and the newest PyTorch; --all:
+# Without a choice: the combinations of megasdc/common/versions.py that have the oldest and the newest PyTorch; --all:
 # every one of them but those of GPU machines. --smoke leaves the unit tests out. Environments lie in --cache (default
 # ~/.cache/megasdc/versions) and are used again; --remove deletes each after its turn.
 # A combination that cannot be had here is skipped with the reason: no such Python (it is looked for in pyenv and on
@@ -45,7 +45,7 @@ fi
 combinations() {
     PYTHONPATH="$root" "${PYTHON:-python3}" - "$1" <<'EOF'
 import sys
-from megasdc.common.versions.tested import COMBINATIONS, RUN_ON_GPU, version_numbers
+from megasdc.common.versions import COMBINATIONS, RUN_ON_GPU, version_numbers
 
 rows = [one for one in COMBINATIONS if one.state != RUN_ON_GPU]
 rows.sort(key=lambda one: version_numbers(one.torch))

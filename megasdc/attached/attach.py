@@ -37,13 +37,12 @@ from megasdc.attached.saves import SaveMarks
 from megasdc.attached.settings import FOLDER, ReproRun, golden_problems, load_settings
 from megasdc.attached.training import Protection, Training
 from megasdc.checkpoint.manifest import installed_versions
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PARAMETER
 from megasdc.common.errors import ConfigError, CorruptionError, StorageError
-from megasdc.common.origin import Origin
-from megasdc.common.run_identity import count_start
-from megasdc.common.shared_memory import deepspeed_buffer, remove_buffers
-from megasdc.common.versions.private_names import GUARD, check_private_names
+from megasdc.common.host import deepspeed_buffer, remove_buffers
+from megasdc.common.origin import Origin, count_start
+from megasdc.common.versions import GUARD, check_private_names
 from megasdc.config.problems.without_effect import idle_warnings
 from megasdc.config.sections.guard import GuardSettings
 from megasdc.determinism import set_deterministic

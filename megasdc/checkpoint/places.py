@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megasdc.checkpoint.fence import Fence
+from megasdc.common.durable import lacks_room
 from megasdc.common.errors import CheckpointError, StorageError
-from megasdc.common.room import lacks_room
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims

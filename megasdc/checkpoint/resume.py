@@ -37,7 +37,7 @@ from megasdc.checkpoint.places import (
 )
 from megasdc.checkpoint.verification_marks import find_corruption, list_verified
 from megasdc.common.errors import CheckpointError
-from megasdc.common.progress import report_bytes
+from megasdc.common.program import report_bytes
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.formats.records import Record, read_record, record_text, write_record
 from megasdc.checkpoint.manifest import has_marker, list_continued, read_complete, read_manifest
 from megasdc.checkpoint.places import FolderRanks
+from megasdc.common.durable import END_S, wait_for_room, write_whole
 from megasdc.common.errors import CheckpointError, StorageError
-from megasdc.common.room import END_S, wait_for_room, write_whole
 from megasdc.events import EventLog
 
 VERIFIED_FILE = "verified.json"

@@ -22,7 +22,7 @@ from megasdc.checkpoint.manifest import FileRecord, Manifest, has_marker, read_m
 from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.checkpoint.verification_marks import Standing, find_standing
 from megasdc.common.errors import CheckpointError
-from megasdc.common.progress import bytes_bar
+from megasdc.common.program import bytes_bar
 
 CHECKED, NOT_ASKED = "checked", "not requested"
 

@@ -185,7 +185,7 @@ Out = Annotated[Path | None, output_option("--out", help="Also write the result,
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from megasdc.common.versions.installed import describe_versions
+        from megasdc.common.versions import describe_versions
 
         echo(f"megasdc {__version__}\n{describe_versions()}")
         raise typer.Exit

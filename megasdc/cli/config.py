@@ -223,7 +223,7 @@ def config_table(
     In a file: the table of fields between the markers `config-table`, those of versions between `versions-table`, all
     commands between `command-line`.
     """
-    from megasdc.common.versions.tested import render_tables
+    from megasdc.common.versions import render_tables
     from megasdc.config.table import render_table
 
     tables = {"config-table": render_table, "versions-table": render_tables, "command-line": _render_commands}

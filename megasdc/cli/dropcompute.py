@@ -41,7 +41,7 @@ class RecordedStepsOptions:
 
     def load(self, quiet: bool) -> StepTimesOfRun:
         """Read them, with a progress bar unless ``quiet``."""
-        from megasdc.common.progress import progress_bars
+        from megasdc.common.program import progress_bars
 
         with stdout_kept_clean(), progress_bars(quiet=quiet) as on_progress:
             from megasdc.lab.report.step_times import load_step_times
@@ -98,7 +98,7 @@ def simulate_drops(options: SimulateOptions, output: Output) -> None:
     Planning only: what is drawn is compared with the closed forms of Giladi et al. (NeurIPS 2023, arXiv 2306.10598).
     """
     with stdout_kept_clean():
-        from megasdc.common.progress import progress_bars
+        from megasdc.common.program import progress_bars
         from megasdc.lab.planning.simulate import SimulationResults, simulate_thresholds
         from megasdc.lab.report.simulation_page import simulation_page
 

@@ -53,7 +53,7 @@ def golden_record(
     from rich.console import Console
 
     with stdout_kept_clean():
-        from megasdc.common.progress import runs_bar
+        from megasdc.common.program import runs_bar
         from megasdc.config.load import load_config
         from megasdc.ops.golden.record import record_golden_trace
 
@@ -106,7 +106,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
     from rich.console import Console
 
     with stdout_kept_clean():
-        from megasdc.common.progress import runs_bar
+        from megasdc.common.program import runs_bar
         from megasdc.ops.golden.drill import load_drill
         from megasdc.ops.golden.result import render_golden
         from megasdc.ops.golden.verify import verify_here

@@ -11,8 +11,7 @@ import typer
 
 from megasdc.cli.app import Json, app, input_argument, output_folder
 from megasdc.common.errors import DataError
-from megasdc.common.program import echo
-from megasdc.common.progress import progress_bars
+from megasdc.common.program import echo, progress_bars
 
 
 @app.command("export-metrics", epilog="Example: megasdc export-metrics runs/smoke --to tensorboard --out board")

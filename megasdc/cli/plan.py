@@ -71,7 +71,7 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
     rates = [_rate(text, "--rates") for text in options.rates.split(",")]
     interval = _interval(options)
 
-    from megasdc.common.progress import progress_bars
+    from megasdc.common.program import progress_bars
     from megasdc.config.sections.detection import SdcSection
     from megasdc.lab.planning.audits import plan_audits
     from megasdc.lab.report.plan_page import plan_page

@@ -94,7 +94,7 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
     if options.trials == 1:
         raise typer.BadParameter("--trials: got 1, needed at least 2 for an interval of confidence, or 0")
 
-    from megasdc.common.progress import progress_bars
+    from megasdc.common.program import progress_bars
     from megasdc.lab.planning.checkpoints.job import ASSUMED, JobModel
     from megasdc.lab.planning.checkpoints.plan import plan_intervals
     from megasdc.lab.report.checkpoint_plan_page import checkpoint_plan_page

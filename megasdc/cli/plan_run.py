@@ -124,7 +124,7 @@ def plan_run(options: PlanRunOptions, output: Output) -> None:
     if not 0 < options.fleet.days < math.inf:
         raise typer.BadParameter(f"--days: got {options.fleet.days:g}, needed a finite number above 0")
 
-    from megasdc.common.progress import progress_bars
+    from megasdc.common.program import progress_bars
     from megasdc.lab.planning.runs.assumed import ASSUMED
     from megasdc.lab.planning.runs.measured import measure_run
     from megasdc.lab.planning.runs.run_plan import make_run_plan

@@ -56,7 +56,7 @@ def preflight(options: PreflightOptions, out: Out = None, as_json: Json = False)
     Exit code 0: nothing failed, there may be warnings; else that of the first check that failed. What it writes lies in
     preflight/TIME of the run folder and is removed, unless --keep is given. Ctrl-C ends it and all that it has started.
     """
-    from megasdc.common.progress import progress_bars
+    from megasdc.common.program import progress_bars
     from megasdc.ops.preflight.command import SKIPPABLE, run_preflight
     from megasdc.ops.preflight.request import PreflightRequest
     from megasdc.ops.preflight.result import render_preflight

@@ -73,7 +73,7 @@ def report(
     """
     with stdout_kept_clean():
         from megasdc.lab.report.run_pages.command import render_report, write_report
-    from megasdc.common.progress import progress_bars
+    from megasdc.common.program import progress_bars
 
     with progress_bars(quiet=as_json) as on_progress:
         written = write_report(paths, out, figures, title, healthy, on_progress)

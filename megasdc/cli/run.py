@@ -216,7 +216,7 @@ def check_determinism(
     Exit code 0: no cause was found and the runs are equal; 1: they differ, and the first difference is named; 3: they
     are equal, or were not made (--lint-only), but a cause was found that can make others differ.
     """
-    from megasdc.common.progress import progress_bars
+    from megasdc.common.program import progress_bars
 
     if command and (lint_only or ranks is not None):
         raise typer.BadParameter("not with a command", param_hint="--ranks, --lint-only")

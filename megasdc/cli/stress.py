@@ -61,7 +61,7 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
     if options.resume and options.out is None:
         raise typer.BadParameter("--resume needs the --out FILE of the earlier call")
     with stdout_kept_clean():
-        from megasdc.common.progress import runs_bar
+        from megasdc.common.program import runs_bar
         from megasdc.ops.stress.record import record_stress
         from megasdc.ops.stress.result import render_stress
         from megasdc.ops.stress.run import stress_hosts as run_stress

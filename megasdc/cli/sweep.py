@@ -67,7 +67,7 @@ def _run(opened: Sweep, options: SweepOptions, as_json: bool) -> SweepTable:
     """Run what has not finished, with progress and an estimate of the time on standard error."""
     from rich.console import Console
 
-    from megasdc.common.progress import progress_bars
+    from megasdc.common.program import progress_bars
     from megasdc.lab.sweeps.sweep import run_sweep
 
     console = Console(stderr=True, quiet=as_json)

@@ -1,19 +1,37 @@
-"""Files and folders that appear whole: written under a temporary name, forced to the disk, renamed; JSON of them."""
+"""Files and folders of a run that appear whole, and stay after a power cut; what is kept while there is no room.
+
+A file or folder is written under a temporary name, forced to the disk, and renamed. For a run's folder that has no room
+for a while there is one rule for all who write there. No room is a full file system, a quota that is used up, or a file
+system that has become read-only. What has no room is kept in the process that wrote it, and written as soon as there is
+room: lines by ``LineFile``, small files by ``write_when_room``. Who cannot go on without what it writes tries again
+each second, by ``wait_for_room``. Both end after ``limit_s`` without room: then the ranks of a run stop together
+(``megasdc.train.stop``), and others raise what the system has said. A process that is asked to end waits for ``END_S``
+more. Lines that do not fit into ``MAX_KEPT_BYTES`` are counted, and told of. Lines and small files, of which nobody
+needs to know at once that they are there, are kept likewise while a disk or its server fails (``may_pass``).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+from megasdc.common.errors import StorageError
 
 TEMPORARY_PREFIX = ".tmp_"
 """How names begin that are not final yet; what a killed process leaves is found by it."""
@@ -158,3 +176,457 @@ def remove_entry(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+FAILS = frozenset({errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT})
+"""What writing raises where a disk, or the server of a file system, fails, perhaps for a while."""
+WAIT_S = 900.0
+"""Default of ``megasdc.logging.wait_for_room_s``."""
+END_S = 10.0
+"""Seconds that a process waits where it has failed, or is asked to end: others wait for it."""
+RETRY_S = 1.0
+MAX_KEPT_BYTES = 64 << 20
+PROBE_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 16
+
+
+def lacks_room(error: BaseException | None) -> bool:
+    """Whether an error says that there is no room, itself or by its cause."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
+        error = error.__cause__
+    return False
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether what is kept in memory can wait until an error has passed: no room, or a disk that fails."""
+    return isinstance(error, OSError) and error.errno in NO_ROOM | FAILS
+
+
+def probe(folder: Path | str) -> None:
+    """Write to a folder, and leave nothing there; one that does not exist is not looked at.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    with contextlib.suppress(FileNotFoundError), tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def print_on_stderr(text: str) -> None:
+    """Print a line to standard error."""
+    print(f"megasdc: {text}", file=sys.stderr, flush=True)
+
+
+class _Process:
+    """What this process has not written yet.
+
+    Attributes:
+        limit_s: seconds that anything waits.
+        since: when what waits began to, on the monotonic clock.
+        files: that wait, whole, by path.
+        lines: all files of lines that are open.
+        lost: lines that were not kept.
+        hurries_since: when the first of several writes began that may not wait for long; None: there is room.
+        asked: tells whether it is asked to end.
+        asked_since: when that was first seen; None: it was not.
+    """
+
+    def __init__(self) -> None:
+        self.limit_s = WAIT_S
+        self.since: dict[str, float] = {}
+        self.files: dict[Path, str] = {}
+        self.lines: weakref.WeakSet[LineFile] = weakref.WeakSet()
+        self.lost = 0
+        self.retry_at = 0.0
+        self.hurries_since: float | None = None
+        self.asked: Callable[[], object] = bool
+        self.asked_since: float | None = None
+        self.lock = threading.RLock()
+
+    def mark(self, what: Path | str, waits: bool) -> None:
+        """Note that something waits, or does not any more."""
+        with self.lock:
+            if waits:
+                self.since.setdefault(str(what), time.monotonic())
+            else:
+                self.since.pop(str(what), None)
+
+
+_process = _Process()
+
+
+def set_limit(limit_s: float) -> None:
+    """Set for how many seconds this process waits for room; 0: it does not wait."""
+    _process.limit_s = limit_s
+
+
+def limit_s() -> float:
+    """Seconds that this process waits for room."""
+    return _process.limit_s
+
+
+def end_waits_when(asked: Callable[[], object]) -> None:
+    """Set what tells whether this process is asked to end: then it does not wait for long any more."""
+    _process.asked, _process.asked_since = asked, None
+
+
+def is_asked_to_end() -> bool:
+    """Whether this process is asked to end."""
+    return bool(_process.asked())
+
+
+def _asked_for_s() -> float:
+    """Seconds since it was first seen that this process is asked to end; 0.0: it is not."""
+    if not is_asked_to_end():
+        _process.asked_since = None
+        return 0.0
+    if _process.asked_since is None:
+        _process.asked_since = time.monotonic()
+    return time.monotonic() - _process.asked_since
+
+
+def waiting_files() -> list[str]:
+    """What of this process has not been written yet."""
+    return sorted(_process.since)
+
+
+def lost_lines() -> int:
+    """Number of lines that this process could neither write nor keep."""
+    return _process.lost
+
+
+def waiting_s() -> float:
+    """Seconds for which something of this process has waited for room, after another try; 0.0: nothing waits."""
+    if not _process.since:
+        return 0.0
+    if time.monotonic() >= _process.retry_at:
+        retry()
+    return max((time.monotonic() - since for since in _process.since.values()), default=0.0)
+
+
+def retry() -> None:
+    """Try to write what waits.
+
+    Raises:
+        OSError: there is room, and it cannot be written nevertheless.
+    """
+    with _process.lock:
+        _process.retry_at = time.monotonic() + RETRY_S
+        for lines in list(_process.lines):
+            lines.flush()
+        for path in list(_process.files):
+            text = _process.files.pop(path)
+            write_when_room(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a small file, whose folder is made where it is absent.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, text)
+
+
+def write_when_room(path: Path, text: str) -> bool:
+    """Replace a small file, whose folder is made where it is absent; returns whether there was room.
+
+    What had none, or met a disk that fails, is written later; of several writes of one file the last.
+
+    Raises:
+        OSError: it cannot be written for another reason.
+    """
+    with _process.lock:
+        _process.files.pop(path, None)
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            if not may_pass(error) or not _process.limit_s:
+                raise
+            _process.files[path] = text
+            _keep(path, error)
+            return False
+        _process.mark(path, waits=False)
+        return True
+
+
+def _keep(path: Path, error: OSError) -> None:
+    """Note that what belongs into a file waits; a disk that fails, which its folder does not show, is said once."""
+    if error.errno in FAILS and str(path) not in _process.since:
+        print_on_stderr(
+            f"{path} cannot be written ({error.strerror}): what belongs there is kept in memory, and written once that "
+            f"is possible, for up to {_process.limit_s:g} s"
+        )
+    _process.mark(path, waits=True)
+
+
+def wait_for_room(
+    action: Callable[[], T],
+    what: Path | str,
+    say: Say = print_on_stderr,
+    *,
+    at_most_s: float | None = None,
+    passes: Callable[[BaseException], bool] = lacks_room,
+) -> T:
+    """Do what writes, again each second while there is no room for it.
+
+    Args:
+        what: that is written, for messages; the time counts from when it first had no room in this process.
+        say: is told that it waits, and that it does not any more.
+        at_most_s: seconds, also of several writes in succession together; None: as long as the process waits.
+        passes: whether an error is waited for.
+
+    Returns:
+        What ``action`` returns.
+
+    Raises:
+        OSError, MegasdcError: of ``action``: no room for too long, or it cannot be written for another reason.
+            For too long is also ``END_S`` after this process was asked to end.
+    """
+    limit, begins = _process.limit_s if at_most_s is None else min(at_most_s, _process.limit_s), True
+    hurries_since = _process.hurries_since or time.monotonic()
+    since = _process.since.get(str(what), time.monotonic())
+    while True:
+        try:
+            result = action()
+        except Exception as error:
+            waited_s = time.monotonic() - (since if at_most_s is None else hurries_since)
+            is_over = waited_s >= limit or _asked_for_s() >= END_S
+            if not passes(error) or is_over:
+                if at_most_s is not None or not passes(error):  # nobody writes it any more
+                    _process.mark(what, waits=False)
+                raise
+            _process.mark(what, waits=True)
+            if at_most_s is not None:
+                _process.hurries_since = hurries_since
+            if begins:
+                say(f"there is no room for {what} ({error}): waiting up to {limit:g} s")
+            begins = False
+            time.sleep(RETRY_S)
+        else:
+            if not begins:
+                say(f"there is room for {what} again, after {time.monotonic() - since:.0f} s")
+            _process.mark(what, waits=False)
+            _process.hurries_since = None
+            return result
+
+
+def need_room(action: Callable[[], T], what: Path | str, say: Say = print_on_stderr) -> T:
+    """``wait_for_room``, where no room for too long is the end of what this process does.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        return wait_for_room(action, what, say)
+    except OSError as error:
+        text = f"{what} cannot be written: {error.strerror or error}"
+        raise StorageError(text, no_room=lacks_room(error)) from error
+
+
+def finish(say: Say = print_on_stderr) -> None:
+    """Write the small files that wait, for ``END_S``; what then has no room is lost, which is said."""
+    end = (_process.hurries_since or time.monotonic()) + END_S
+    while _process.files and time.monotonic() < end:
+        retry()
+        time.sleep(RETRY_S if _process.files else 0.0)
+    for path in list(_process.files):
+        del _process.files[path]
+        _process.mark(path, waits=False)
+        say(f"{path} could not be written and is lost: there was no room")
+
+
+class RoomProbe:
+    """Looks every few seconds whether a folder has room.
+
+    Args:
+        say: is told when it has none, and when it has some again.
+        every_s: seconds between looks.
+
+    Attributes:
+        seen: whether it ever had none.
+    """
+
+    def __init__(self, folder: Path, say: Say, every_s: float = 5.0) -> None:
+        self._folder, self._say, self._every_s = folder, say, every_s
+        self._look_at, self._since = 0.0, 0.0
+        self.seen = False
+
+    def look(self) -> bool:
+        """Whether it had room at the last look."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return not self._since
+        self._look_at = now + self._every_s
+        problem = ""
+        try:
+            probe(self._folder)
+        except OSError as error:
+            problem = str(error.strerror) if lacks_room(error) else ""
+        if problem and not self._since:
+            self._since, self.seen = now, True
+            self._say(f"{self._folder} has no room ({problem}): the run waits up to {_process.limit_s:g} s for some")
+        elif not problem and self._since:
+            self._say(f"{self._folder} has room again, after {now - self._since:.0f} s")
+            self._since = 0.0
+        _process.mark(self._folder, waits=bool(problem))
+        return not problem
+
+    def need(self) -> None:
+        """Look, where nothing can be done without room.
+
+        Raises:
+            StorageError: it has had none for too long.
+        """
+        if not self.look() and (waited_s := time.monotonic() - self._since) >= _process.limit_s:
+            raise StorageError(
+                f"{self._folder} has had no room for {waited_s:.0f} s; megasdc.logging.wait_for_room_s is "
+                f"{_process.limit_s:g}. What to do: free space, then start it again",
+                no_room=True,
+            )
+
+
+class LineFile(io.TextIOBase):
+    """A file to which whole lines are appended; those that have no room are kept, and written before later ones.
+
+    An incomplete last line, left by a killed process, is cut off first, so that the next line does not become part of
+    it. A folder that is absent is made.
+
+    Args:
+        path: of the file; created if absent.
+        binary: it holds records instead of lines, and is written anew.
+
+    Attributes:
+        lost: lines that were not kept, since too many were.
+        is_new: whether nothing was ever written to it.
+
+    Raises:
+        OSError: it cannot be opened, also after waiting for room.
+    """
+
+    def __init__(self, path: Path | str, *, binary: bool = False) -> None:
+        self.path, self.lost = Path(path), 0
+        self.is_new = True
+        self._kept = bytearray()
+        self._binary, self._has_failed, self._is_in_line = binary, False, False
+        self._file = wait_for_room(lambda: self._open(binary), self.path)
+        _process.lines.add(self)
+
+    def _open(self, binary: bool) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if binary:
+            return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        _cut_incomplete(self.path)
+        self.is_new = not self.path.exists() or not self.path.stat().st_size
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def write(self, text: str) -> int:
+        """Append text, and write what ends with a line."""
+        self.add(text.encode())
+        if text.endswith("\n") or len(self._kept) > _BLOCK_BYTES:
+            self.flush()
+        return len(text)
+
+    def add(self, data: bytes, *, follows: bool = False) -> None:
+        """Append without writing yet; ``follows``: it cannot be read without all that came before."""
+        with _process.lock:
+            is_too_much = str(self.path) in _process.since and len(self._kept) + len(data) > MAX_KEPT_BYTES
+            if is_too_much or (follows and self.lost):
+                self.lost += 1
+                _process.lost += 1
+                return
+            self._kept += data
+            self.is_new = False
+
+    def flush(self) -> None:
+        """Write what there is, as far as there is room, and the disk does not fail.
+
+        Raises:
+            OSError: it cannot be written for another reason; names the file.
+        """
+        try:
+            self._write()
+        except OSError as error:
+            if not may_pass(error) or not _process.limit_s:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            _keep(self.path, error)
+
+    def _write(self) -> None:
+        if self.closed:
+            return
+        with _process.lock:
+            if self._has_failed and not self._binary:
+                self._open_again()
+            while self._kept:
+                try:
+                    count = os.write(self._file, self._kept)
+                except OSError as error:
+                    self._has_failed = error.errno in FAILS
+                    raise
+                self._is_in_line = self._kept[count - 1 : count] != b"\n"
+                del self._kept[:count]
+            _process.mark(self.path, waits=False)
+
+    def _open_again(self) -> None:
+        """A descriptor of a disk that has failed may never work again; a part of a line that failed is cut off."""
+        if not self._is_in_line:
+            _cut_incomplete(self.path)
+        number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(number, self._file)
+        os.close(number)
+        self._has_failed = False
+
+    def close(self) -> None:
+        """Write what is left, and close; what then has no room is lost, which is said."""
+        if self.closed:
+            return
+        try:
+            wait_for_room(self._write, self.path, at_most_s=END_S, passes=may_pass)
+        except OSError as error:
+            kept = bytes(self._kept).count(b"\n") + self.lost
+            print_on_stderr(f"{self.path}: {kept} lines could not be written and are lost: {error.strerror}")
+            if not may_pass(error):
+                raise
+        finally:
+            self._kept.clear()
+            _process.mark(self.path, waits=False)
+            super().close()
+            os.close(self._file)
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._file
+
+
+def _cut_incomplete(path: Path) -> None:
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        end, last = file.seek(0, os.SEEK_END), -1
+        whole = end
+        while end and last < 0:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            last = file.read(end - start).rfind(b"\n")
+            end = start + last + 1
+        if end != whole:
+            file.truncate(end)
+
+
+@contextlib.contextmanager
+def appended(path: Path) -> Iterator[LineFile]:
+    """A ``LineFile`` for a few lines."""
+    file = LineFile(path)
+    try:
+        yield file
+    finally:
+        file.close()

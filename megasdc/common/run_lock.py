@@ -34,8 +34,7 @@ from typing import IO
 
 from megasdc.common.durable import TEMPORARY_PREFIX, parse_json, remove_unfinished, write_durably
 from megasdc.common.errors import LaunchError
-from megasdc.common.moment import boot_id
-from megasdc.common.origin import Origin
+from megasdc.common.origin import Origin, boot_id
 
 logger = logging.getLogger(__name__)
 

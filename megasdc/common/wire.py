@@ -1,4 +1,4 @@
-"""Connections between processes of a run: who listens, who is let in, and what is read of them; no torch.
+"""Connections between processes of a run: addresses, who listens, who is let in, what is read of them; no torch.
 
 A ``Door`` listens on one address. Whoever connects has ``HANDSHAKE_S`` seconds for the whole handshake, in which both
 sides show with an HMAC (RFC 2104, SHA-256) over each other's random numbers that they know a secret, which never
@@ -429,3 +429,30 @@ class Door:
 def _shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def own_address_towards(host: str) -> str:
+    """This host's address on the route to another host; nothing is sent.
+
+    Args:
+        host: name or address.
+
+    Raises:
+        OSError: the name is not known, or there is no route.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``; brackets around an IPv6 address are removed.
+
+    Raises:
+        ValueError: it is none, or the port is not in 1 to 65535.
+    """
+    host, _, port = text.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ValueError(f'got "{text}"; needed: "ADDRESS:PORT" with a port from 1 to 65535, such as "127.0.0.1:9400"')
+    return host.removeprefix("[").removesuffix("]"), int(port)

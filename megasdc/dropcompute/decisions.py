@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.durable import parse_json
+from megasdc.common.durable import LineFile, parse_json
 from megasdc.common.errors import ConfigError
-from megasdc.common.room import LineFile
 from megasdc.engine.step_times import StepRecord, StepTimes
 
 DECISIONS_FILE = "decisions.jsonl"

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.room import LineFile
+from megasdc.common.durable import LineFile
 from megasdc.engine.step_times import StepRecord
 from megasdc.parallel.dims import ParallelDims
 

@@ -28,8 +28,8 @@ from megasdc.checkpoint.views.hf_shards import HEAD, HfShards
 from megasdc.checkpoint.views.logical import WeightSource, load_weights
 from megasdc.common.durable import TEMPORARY_PREFIX
 from megasdc.common.errors import ConfigError, MegasdcError
-from megasdc.common.memory_limits import free_memory
-from megasdc.common.progress import parts_bar
+from megasdc.common.host import free_memory
+from megasdc.common.program import parts_bar
 from megasdc.model.hf.classes import hf_class
 from megasdc.model.hf.tensors import num_pipeline_layers, rules
 from megasdc.parallel import groups

@@ -31,7 +31,7 @@ from megasdc.checkpoint.views.hf_shards import HfShards
 from megasdc.checkpoint.views.logical import WeightSource, open_weights
 from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
 from megasdc.common.errors import CheckpointError, ConfigError, DataError, MegasdcError, StorageError
-from megasdc.common.progress import parts_bar
+from megasdc.common.program import parts_bar
 from megasdc.data.tokenizer import (
     PROBES,
     SENTENCEPIECE_FILE,

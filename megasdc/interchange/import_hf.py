@@ -30,8 +30,7 @@ from megasdc.checkpoint.initial import (
 from megasdc.checkpoint.views.hf_shards import HfShards, read_model_json, section_of
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import CheckpointError, ConfigError, DataError
-from megasdc.common.program import why_unreadable
-from megasdc.common.progress import parts_bar
+from megasdc.common.program import parts_bar, why_unreadable
 from megasdc.data.tokenizer import (
     HuggingFaceTokenizer,
     complete_tokenizer,

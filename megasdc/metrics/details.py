@@ -10,9 +10,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megasdc.common.durable import parse_json
+from megasdc.common.durable import LineFile, parse_json
 from megasdc.common.errors import DataError
-from megasdc.common.room import LineFile
 
 DETAILS_FILE = "details.jsonl"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, LaunchError, StorageError
-from megasdc.common.imports.packages import is_installed
-from megasdc.common.progress import OnProgress
-from megasdc.common.run_identity import read_identity
+from megasdc.common.imports import is_installed
+from megasdc.common.origin import read_identity
+from megasdc.common.program import OnProgress
 from megasdc.metrics.sinks.csv_files import CsvSink
 from megasdc.metrics.sinks.prometheus import PrometheusSink
 from megasdc.metrics.sinks.sink import Sink

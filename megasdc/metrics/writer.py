@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.durable import parse_json, rename_durably, replacing
-from megasdc.common.room import LineFile
+from megasdc.common.durable import LineFile, parse_json, rename_durably, replacing
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import OnFailure, Sink, describe
 
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 class MetricsWriter:
     """Appends one JSON line ``{"step", "time", "monotonic", "attempt", name: value, ...}`` per call; by rank 0 alone.
 
-    The file is written first: later where it has no room (``megasdc.common.room``); another error in it is raised. A
+    The file is written first: later where it has no room (``megasdc.common.durable``); another error in it is raised. A
     sink gets the line as the file has it; one that fails is reported and gets no more.
 
     Args:

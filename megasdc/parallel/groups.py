@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.common.versions.private_names import check_private_names
+from megasdc.common.versions import check_private_names
 from megasdc.common.wire import raise_descriptor_limit
 from megasdc.parallel.devices import choose_backend
 from megasdc.parallel.dims import ParallelDims

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megasdc.common.errors import MegasdcError, StorageError
-from megasdc.common.shared_memory import shared_folder
+from megasdc.common.host import shared_folder
 from megasdc.parallel.identity import AGENT_STORE_VARIABLE
 from megasdc.parallel.stores import (
     LOOPBACK,

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from megasdc.parallel.local_ranks import base_environment
 
 PRELOAD = (
-    "megasdc.common.imports.lean",
+    "megasdc.common.lean",
     "numpy",
     "torch",
     "torch.distributed.elastic.rendezvous",
@@ -44,7 +44,7 @@ PRELOAD = (
     "megatron.core",
     "megasdc.features",
     "megasdc.pretrain",
-    "megasdc.common.imports.frozen",
+    "megasdc.common.frozen",
 )
 """Imported once by the server, in this order."""
 logger = logging.getLogger(__name__)

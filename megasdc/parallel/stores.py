@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasdc.common.errors import LaunchError
-from megasdc.common.shared_memory import open_own, shared_folder
+from megasdc.common.host import open_own, shared_folder
 from megasdc.common.wire import SECRET_BYTES
 
 if TYPE_CHECKING:

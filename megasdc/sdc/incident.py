@@ -31,8 +31,8 @@ from megasdc.common.addresses import (
     Address,
     which_micro_batch,
 )
+from megasdc.common.durable import write_when_room
 from megasdc.common.errors import CorruptionError, StorageError, TraceError
-from megasdc.common.room import write_when_room
 from megasdc.events import Event
 
 

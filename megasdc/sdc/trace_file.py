@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from megasdc.common.addresses import PHASES, Address
-from megasdc.common.durable import parse_json, rename_durably
+from megasdc.common.durable import LineFile, parse_json, rename_durably
 from megasdc.common.errors import LaunchError, TraceError
-from megasdc.common.room import LineFile
 from megasdc.sdc.trace import Trace
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class TraceWriter:
     """Writes one rank's trace, replacing the file, one batch for each call; data is flushed when ``append`` returns.
 
     The file appears under its name with the first batch in it. What has no room is written later
-    (``megasdc.common.room``).
+    (``megasdc.common.durable``).
 
     Args:
         header: about the rank and the run, plain values; includes the fields of ``RECORDED_ALIKE``.

@@ -19,10 +19,9 @@ from megasdc.checkpoint.fence import Fence
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import StorageError
-from megasdc.common.origin import Origin
-from megasdc.common.run_identity import count_start
+from megasdc.common.origin import Origin, count_start
 from megasdc.common.run_lock import LockedFolders
-from megasdc.common.versions.installed import component_versions, untested_versions
+from megasdc.common.versions import component_versions, untested_versions
 from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig
 from megasdc.config.replica import replica_config

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.common.errors import ConfigError
-from megasdc.common.progress import parts_bar
+from megasdc.common.program import parts_bar
 from megasdc.data.tokenizer import Tokenizer
 from megasdc.interchange.export_hf import beginning_of_document, find_tokenizer
 from megasdc.parallel import groups

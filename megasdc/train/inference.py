@@ -13,8 +13,7 @@ import torch
 from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
 from megasdc.checkpoint.views.logical import WeightSource, load_weights, open_weights
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.common.program import why_unreadable
-from megasdc.common.progress import parts_bar
+from megasdc.common.program import parts_bar, why_unreadable
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.sections.data import DataSection
 from megasdc.data.blend import BlendedTokens

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.errors import LaunchError
-from megasdc.common.imports.kept import imports_kept
+from megasdc.common.imports import imports_kept
 from megasdc.common.run_lock import LockedFolders, others_kept_out
-from megasdc.common.versions.installed import check_range, component_versions
-from megasdc.common.versions.private_names import names_checked
+from megasdc.common.versions import check_range, component_versions, names_checked
 from megasdc.config.checks import check_layout, find_warnings
 from megasdc.config.environment import record_collectives, set_deterministic_environment
 from megasdc.config.fewer import with_replicas

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.common.errors import ConfigError
-from megasdc.common.memory_limits import memory_limits
+from megasdc.common.host import memory_limits
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.model import ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.verification_marks import find_way_back
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.errors import NonFiniteError, StorageError
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run

@@ -20,7 +20,7 @@ from torch import nn
 import megasdc
 from megasdc.attached import audit
 from megasdc.common.errors import ConfigError, StorageError
-from megasdc.common.run_identity import read_identity
+from megasdc.common.origin import read_identity
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
 from megasdc.sdc.trace_file import read_folder

@@ -14,7 +14,7 @@ from fused_switch import VARIABLE
 from harness import PRELOAD, run_distributed
 from tiny import GPT, relative_distance
 
-from megasdc.common.imports.packages import is_installed
+from megasdc.common.imports import is_installed
 from megasdc.config.load import parse_config
 from megasdc.model.fused import FusedLayerNorm
 from megasdc.parallel import processes

@@ -28,7 +28,7 @@ from megasdc.checkpoint.places import FolderRanks
 from megasdc.checkpoint.snapshots.held import HELD_FILE, RESTORE, find_held, mark_verified_up_to, memory_folder
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.verification_marks import mark_corruption
-from megasdc.common.run_identity import read_identity
+from megasdc.common.origin import read_identity
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS, FAULT = 10, 8

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc.common.imports.packages import is_installed
+from megasdc.common.imports import is_installed
 from megasdc.metrics.writer import PLACE, read_metrics
 from megasdc.parallel.local_ranks import free_port
 

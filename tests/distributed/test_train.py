@@ -243,7 +243,7 @@ def test_a_stop_signal_ends_the_wait_of_the_last_save_for_room(tmp_path: Path, d
 
 def _room_comes_back_late(config: str, disk: str, has_room: bool) -> tuple[int, str | None]:
     """Rank 0 fills the run's file system in its last step; there is room again when ranks would have given up."""
-    from megasdc.common import room
+    from megasdc.common import durable as room
     from megasdc.train.stop import StopWatch
 
     ends, after_s = StopWatch.after_step, 2.5

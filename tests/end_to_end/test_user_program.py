@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.common.shared_memory import SHARED_MEMORY
+from megasdc.common.host import SHARED_MEMORY
 from megasdc.ops.supervise.history import JournalHistory
 from megasdc.ops.supervise.journal import read_journal
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, base_environment, free_port

@@ -207,7 +207,7 @@ def test_lowest_layers_name_no_torch(file):
         "megasdc.cli",
         "megasdc.ops.launch.records",
         "megasdc.train.main",
-        "megasdc.common.versions.private_names",
+        "megasdc.common.versions",
         "megasdc.ops.determinism_check.rank",
     ],
 )

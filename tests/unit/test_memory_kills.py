@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasdc.common.memory_limits import FIRST_PIDS, MemoryKill, MemoryWatch, memory_use
-from megasdc.common.shared_memory import own_prefix
+from megasdc.common.host import FIRST_PIDS, MemoryKill, MemoryWatch, memory_use, own_prefix
 
 MIB = 1 << 20
 LINE = "3,900,{at},-;{what} Killed process {pid} (python) total-vm:9kB, anon-rss:{kib}kB, file-rss:4kB, shmem-rss:0kB\n"

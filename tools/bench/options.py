@@ -122,7 +122,7 @@ def add_command(app: Application, name: str, example: str) -> Callable[[Any], An
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def command(*, out: Path | None, as_json: bool, **values: Any) -> None:
-            from megasdc.common.progress import progress_bars
+            from megasdc.common.program import progress_bars
 
             with stdout_kept_clean(), progress_bars() as on_progress:
                 found = function(on_progress, **values)

@@ -23,7 +23,7 @@ from typing import Any
 from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import CheckpointError
-from megasdc.common.shared_memory import (
+from megasdc.common.host import (
     is_own_folder,
     make_own_folder,
     own_folders,

@@ -7,8 +7,7 @@ import socket
 
 import torch.distributed as dist
 
-from megasdc.common.memory_limits import free_memory
-from megasdc.common.shared_memory import SNAPSHOT_SHARE, shared_folder
+from megasdc.common.host import SNAPSHOT_SHARE, free_memory, shared_folder
 from megasdc.parallel.collectives import gather_objects
 
 GIB, MIB = 1 << 30, 1 << 20

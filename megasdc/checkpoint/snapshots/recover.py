@@ -51,7 +51,7 @@ from megasdc.checkpoint.snapshots.held import (
     make_within,
     read_line,
 )
-from megasdc.common.progress import report_bytes
+from megasdc.common.program import report_bytes
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from megasdc.common.credentials import find_credentials
-from megasdc.common.imports.packages import is_installed
+from megasdc.common.imports import is_installed
+from megasdc.common.wire import split_address
 from megasdc.config.deepspeed_keys import SCHEDULER_PARAMS
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.megatron_fields import megatron_problems
-from megasdc.config.network import split_address
 from megasdc.config.problems.detection import detection_problems
 from megasdc.config.problems.drop_compute import drop_problems
 from megasdc.config.problems.faults import fault_problems

@@ -13,7 +13,7 @@ import torch
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError
-from megasdc.common.progress import parts_bar
+from megasdc.common.program import parts_bar
 from megasdc.data.tokenizer import Tokenizer
 from megasdc.interchange.export_hf import beginning_of_document, find_tokenizer
 from megasdc.model.whole import WholeModel

@@ -9,8 +9,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from megasdc.common.durable import replacing
-from megasdc.common.room import LineFile
+from megasdc.common.durable import LineFile, replacing
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import Sink, Values, number_of_value
 

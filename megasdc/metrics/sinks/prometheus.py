@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_http_server
 
-from megasdc.config.network import split_address
+from megasdc.common.wire import split_address
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks.sink import Sink, Values, number_of_value
 

@@ -25,9 +25,8 @@ from megasdc.checkpoint.verification_marks import VERIFIED_FILE
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.durable import TEMPORARY_PREFIX, rename_durably, sync_path, write_durably
 from megasdc.common.errors import CheckpointError, StorageError
-from megasdc.common.program import FULL
-from megasdc.common.progress import bytes_bar
-from megasdc.common.run_identity import read_identity
+from megasdc.common.origin import read_identity
+from megasdc.common.program import FULL, bytes_bar
 from megasdc.ops.archive.block import LARGEST_STORED, block_name, decode_block
 from megasdc.ops.archive.cut import BlockPiece
 from megasdc.ops.archive.entries import ArchivedStep, list_names, read_entry

@@ -27,9 +27,8 @@ from megasdc.checkpoint.manifest import FileRecord, Manifest, describe_file, has
 from megasdc.checkpoint.read_lock import held_for_reading
 from megasdc.checkpoint.verification_marks import VERIFIED_FILE
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.common.program import why_unreadable
-from megasdc.common.progress import bytes_bar
-from megasdc.common.run_identity import read_identity
+from megasdc.common.origin import read_identity
+from megasdc.common.program import bytes_bar, why_unreadable
 from megasdc.ops.archive.block import BLOCK_BYTES, block_name, encode_block
 from megasdc.ops.archive.cut import Cutter, TypedRange, find_ranges
 from megasdc.ops.archive.entries import read_part

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megasdc.common.errors import CheckpointError
-from megasdc.common.progress import bytes_bar
+from megasdc.common.program import bytes_bar
 from megasdc.ops.archive.block import LARGEST_STORED, decode_block, size_of
 from megasdc.ops.archive.entries import ArchivedStep, list_names, read_entries
 from megasdc.ops.archive.record import BLOCKS, block_file, open_archive

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
-from megasdc.common.imports.kept import imports_kept
+from megasdc.common.imports import imports_kept
 from megasdc.config.checks import check_layout
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.load import RunConfig, parse_config

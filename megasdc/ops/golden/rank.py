@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.imports.kept import imports_kept
+from megasdc.common.imports import imports_kept
 
 with imports_kept():
     import torch

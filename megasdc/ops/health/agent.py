@@ -36,10 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.snapshots.held import linger, memory_folder
-from megasdc.common.alert import LIMIT_S, alert
 from megasdc.common.durable import append_bounded, replacing
-from megasdc.common.process_state import GONE, PAUSE_S, started_at
-from megasdc.common.shared_memory import read_own_json
+from megasdc.common.host import GONE, PAUSE_S, read_own_json, started_at
+from megasdc.common.user_code import LIMIT_S, alert
 from megasdc.ops.devices.telemetry import Telemetry
 from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.clocks import has_changed
@@ -192,7 +191,7 @@ class AgentOptions:
         node: index of this host.
         ranks: ranks of this host.
         nodes: host names by index.
-        alert_command: see ``megasdc.common.alert``.
+        alert_command: see ``megasdc.common.user_code``.
         launch: id of the launch; None: without ``megasdc launch``. The agent is none of its processes.
     """
 

@@ -13,9 +13,8 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
+from megasdc.common.host import GONE, Waker, process_state, read_own_json
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
-from megasdc.common.process_state import GONE, Waker, process_state
-from megasdc.common.shared_memory import read_own_json
 from megasdc.ops.health.agent import CLOCK_FILE, AgentOptions, read_agent
 from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.link import CoordinatorClient

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megasdc.common.process_state import DISK, GONE, RUNNING, STOPPED
+from megasdc.common.host import DISK, GONE, RUNNING, STOPPED
 from megasdc.ops.health.phases import COLLECTIVE, NEIGHBOUR, Phase
 from megasdc.ops.health.rank_state import GroupState, RankState
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megasdc.common.durable import parse_json
-from megasdc.common.process_state import GONE
+from megasdc.common.host import GONE
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 

@@ -36,7 +36,7 @@ def rank_state(
     """State of a rank.
 
     Args:
-        process: see ``megasdc.common.process_state``.
+        process: see ``megasdc.common.host``.
         answer: that it has given, see ``megasdc.ops.health.rank_watch``; empty: none.
         silent: see ``megasdc.ops.health.watched.silent_peers``.
     """

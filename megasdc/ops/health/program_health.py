@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.process_state import started_at
-from megasdc.common.shared_memory import NAME_VARIABLE, make_own_folder
+from megasdc.common.host import NAME_VARIABLE, make_own_folder, started_at
 from megasdc.config.sections.health import HealthSection
 from megasdc.ops.health.agent import AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
@@ -41,7 +40,7 @@ class ProgramHealth:
         run_dir: folder of the run.
         launch_id: of this launch.
         limits_s: least limits of phases that were timed, and of those of which nothing is known.
-        alert_command: see ``megasdc.common.alert``.
+        alert_command: see ``megasdc.common.user_code``.
         leave: ends this process with an exit code, and the reason.
 
     Raises:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megasdc.common.process_state import RUNNING
+from megasdc.common.host import RUNNING
 from megasdc.ops.health.phases import Phase
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
-from megasdc.common.shared_memory import open_own, read_own_json
+from megasdc.common.host import open_own, read_own_json
 from megasdc.ops.health.phases import Phase
 
 SIZE = 4096

@@ -7,8 +7,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from megasdc.common.process_state import GONE, process_state
-from megasdc.common.shared_memory import own_folders, own_prefix, shared_folder
+from megasdc.common.host import GONE, own_folders, own_prefix, process_state, shared_folder
 from megasdc.ops.health.agent import read_agent
 from megasdc.ops.health.record import RecordReader
 

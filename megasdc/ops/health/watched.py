@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.durable import write_durably
-from megasdc.common.process_state import DISK, GONE, RUNNING, process_state
-from megasdc.common.shared_memory import read_own_json
+from megasdc.common.host import DISK, GONE, RUNNING, process_state, read_own_json
 from megasdc.ops.health.incident import rank_state
 from megasdc.ops.health.limits import PhaseLimits, merged_counts
 from megasdc.ops.health.phases import Phase

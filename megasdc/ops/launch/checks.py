@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import DataError, LaunchError, MegasdcError, StorageError
-from megasdc.common.versions.installed import check_range
+from megasdc.common.versions import check_range
 from megasdc.ops.launch.hosts import Placement
 from megasdc.ops.launch.on_host import probe
 from megasdc.ops.launch.remote import HostWatch, Transport

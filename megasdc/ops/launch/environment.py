@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megasdc.common.credentials import holds_secret, is_secret_name, without_credentials
 from megasdc.common.errors import LaunchError
-from megasdc.common.shared_memory import NAME_VARIABLE
+from megasdc.common.host import NAME_VARIABLE
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 

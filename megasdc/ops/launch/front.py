@@ -23,11 +23,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megasdc.common import room, run_lock
+from megasdc.common import durable as room
+from megasdc.common import run_lock
 from megasdc.common.errors import HangError, LaunchError, StorageError
-from megasdc.common.own_address import own_address_towards
-from megasdc.common.shared_memory import NAME_VARIABLE
-from megasdc.common.wire import raise_descriptor_limit
+from megasdc.common.host import NAME_VARIABLE
+from megasdc.common.wire import own_address_towards, raise_descriptor_limit
 from megasdc.ops.health.front.address import front_path
 from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.launch import environment, host_failed, own_lines

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from megasdc.common.errors import LaunchError
-from megasdc.common.versions.private_names import NODE, check_private_names
+from megasdc.common.versions import NODE, check_private_names
 
 MODULE = "deepspeed.launcher.launch"
 ACCELERATOR_VARIABLE = "DS_ACCELERATOR"

@@ -28,9 +28,8 @@ if __name__ == "__main__":  # no rank has started during imports: Ctrl-C needs n
 
 import psutil
 
-from megasdc.common.memory_limits import MemoryKill, MemoryWatch
-from megasdc.common.shared_memory import NAME_VARIABLE, deepspeed_buffer, remove_buffers
-from megasdc.common.versions.private_names import ends_at_launch_error
+from megasdc.common.host import NAME_VARIABLE, MemoryKill, MemoryWatch, deepspeed_buffer, remove_buffers
+from megasdc.common.versions import ends_at_launch_error
 from megasdc.ops.launch.command import GRACE_OPTION, RANK_MODULE
 from megasdc.ops.launch.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE
 from megasdc.ops.launch.launch_alone import import_launch

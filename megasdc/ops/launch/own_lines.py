@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from megasdc.common.credentials import without_credentials
-from megasdc.common.room import LineFile
+from megasdc.common.durable import LineFile
 
 FOLDER_VARIABLE = "MEGASDC_LAUNCHER_LOGS"
 FOLDER_OPTION = "--launcher_logs="

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from megasdc.common.credentials import words_without_credentials
+from megasdc.common.durable import WAIT_S
 from megasdc.common.errors import LaunchError
 from megasdc.common.program import why_unreadable
-from megasdc.common.room import WAIT_S
 from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE
 from megasdc.common.user_code import file_of
 from megasdc.config.checks import check_layout

@@ -13,7 +13,7 @@ from typing import IO
 
 import psutil
 
-from megasdc.common.process_state import DISK_S, PAUSE_S, Waker
+from megasdc.common.host import DISK_S, PAUSE_S, Waker
 
 POLL_S = 0.2
 LOOK_S = 2.0

@@ -22,10 +22,9 @@ from typing import TypeVar
 
 from megasdc.common import origin
 from megasdc.common.credentials import without_credentials
-from megasdc.common.durable import parse_json
-from megasdc.common.memory_limits import MemoryKill, memory_use
-from megasdc.common.moment import Moment
-from megasdc.common.room import END_S, wait_for_room, write_whole
+from megasdc.common.durable import END_S, parse_json, wait_for_room, write_whole
+from megasdc.common.host import MemoryKill, memory_use
+from megasdc.common.origin import Moment
 from megasdc.ops.launch.orphans import launcher_has_gone
 
 logger = logging.getLogger(__name__)

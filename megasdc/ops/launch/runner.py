@@ -30,8 +30,8 @@ import psutil
 if __name__ == "__main__":  # nothing has started during imports: Ctrl-C needs no cleanup
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
-from megasdc.common.imports.kept import imports_kept
-from megasdc.common.versions.private_names import LAUNCHER, check_private_names, ends_at_launch_error
+from megasdc.common.imports import imports_kept
+from megasdc.common.versions import LAUNCHER, check_private_names, ends_at_launch_error
 from megasdc.ops.launch import host_failed
 from megasdc.ops.launch.command import NODE_MODULE, RANK_MODULE, node_words
 from megasdc.ops.launch.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE, private_environment, stop_grace_s

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasdc.common.credentials import without_credentials
-from megasdc.common.process_state import DISK_S, PAUSE_S
+from megasdc.common.host import DISK_S, PAUSE_S
 from megasdc.ops.launch import environment
 from megasdc.ops.launch.on_host import files, running
 from megasdc.ops.launch.plan import LaunchPlan

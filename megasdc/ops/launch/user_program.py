@@ -23,10 +23,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
+from megasdc.common.host import deepspeed_buffer, remove_buffers
 from megasdc.common.program import INTERRUPTED
-from megasdc.common.shared_memory import deepspeed_buffer, remove_buffers
 from megasdc.config.environment import record_collectives
 from megasdc.ops.health.program_health import ProgramHealth
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE, follow_parent, launcher_has_gone

@@ -24,8 +24,8 @@ from megasdc.common.errors import (
     NonFiniteError,
     PeerError,
 )
-from megasdc.common.memory_limits import MemoryKill
-from megasdc.common.moment import HostClock, first_moments
+from megasdc.common.host import MemoryKill
+from megasdc.common.origin import HostClock, first_moments
 from megasdc.ops.health.incident import STANDSTILL
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
 from megasdc.ops.launch.records import DoneRecord, EndedRecord, LaunchRecords
@@ -104,7 +104,7 @@ def judge_launch(
 
     Ranks that ended with PeerError or in a broken collective are consequences. A finding that ranks have agreed on is
     the cause, whoever has ended first: silent data corruption, a standstill, NaN and Inf. Else the earliest other
-    failure is, where it is known which that was: hosts' dates are not compared (``megasdc.common.moment``). A rank
+    failure is, where it is known which that was: hosts' dates are not compared (``megasdc.common.origin``). A rank
     without a done record was killed or its host was lost, and is the cause if no rank reported one; a documented exit
     code of the launcher is then kept, because a rank may end with one and be unable to write its record (a full disk).
     Success of

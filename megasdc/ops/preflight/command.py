@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megasdc.common.errors import MegasdcError, StorageError
-from megasdc.common.progress import OnProgress
+from megasdc.common.program import OnProgress
 from megasdc.ops.preflight.inputs import (
     check_configuration,
     check_cost,

@@ -19,7 +19,7 @@ from typing import IO
 
 from megasdc.common import run_lock
 from megasdc.common.errors import ConfigError, LaunchError, StorageError
-from megasdc.common.progress import OnProgress
+from megasdc.common.program import OnProgress
 from megasdc.common.run_lock import WITHOUT_FLOCK, open_lock_file
 from megasdc.config.load import RunConfig, load_config
 from megasdc.ops.launch.hosts import read_hostfile

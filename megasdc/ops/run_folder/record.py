@@ -17,7 +17,7 @@ import numpy as np
 
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, PeerError, StorageError
-from megasdc.common.moment import first_moments
+from megasdc.common.origin import first_moments
 from megasdc.common.run_lock import read_holder
 from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, PLACE, metrics_row

@@ -22,9 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.durable import rename_durably, replacing
+from megasdc.common.durable import LineFile, rename_durably, replacing
 from megasdc.common.errors import DataError
-from megasdc.common.room import LineFile
 
 STUDY_FOLDER = "study"
 WHOLE = "*"

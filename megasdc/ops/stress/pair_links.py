@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from megasdc.common.own_address import own_address_towards
-from megasdc.common.wire import SECRET_BYTES, Door, connect
+from megasdc.common.wire import SECRET_BYTES, Door, connect, own_address_towards
 from megasdc.ops.health.links.judgement import LinkFigures, SlowLink, combined, judge_links, name_places
 from megasdc.ops.health.links.probe import ProbePlan, follow, lead
 from megasdc.ops.stress.state import LINKS, HostState

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from megasdc.common.imports.kept import imports_kept
-from megasdc.common.own_address import own_address_towards
+from megasdc.common.imports import imports_kept
+from megasdc.common.wire import own_address_towards
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.ops.stress.pair_links import LinkEnd

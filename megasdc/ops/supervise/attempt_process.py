@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.durable import parse_json, write_durably
 from megasdc.common.errors import MegasdcError, StorageError
-from megasdc.common.moment import boot_id
+from megasdc.common.origin import boot_id
 from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.request import LaunchRequest, UserProgram
 from megasdc.ops.launch.supervision import print_front_message

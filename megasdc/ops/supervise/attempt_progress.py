@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megasdc.common.moment import HostClock
-from megasdc.common.origin import Launch
+from megasdc.common.origin import HostClock, Launch
 from megasdc.events import Event, read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.front.clocks import clocks_of

@@ -28,9 +28,9 @@ from threading import Event
 from types import FrameType
 from typing import Any, TextIO
 
-from megasdc.common import room
+from megasdc.common import durable as room
+from megasdc.common.durable import lacks_room
 from megasdc.common.errors import ConfigError, LaunchError
-from megasdc.common.room import lacks_room
 from megasdc.config.checks import check_layout
 from megasdc.config.fewer import settings_for
 from megasdc.config.load import load_config

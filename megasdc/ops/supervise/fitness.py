@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.common import run_identity
+from megasdc.common import origin as run_identity
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.events import read_events

@@ -33,8 +33,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.moment import Moment
-from megasdc.common.origin import Launch
+from megasdc.common.origin import Launch, Moment
 from megasdc.ops.supervise.attempt_process import file_of, load_result
 from megasdc.ops.supervise.attempt_progress import AttemptProgress, trained_in
 from megasdc.ops.supervise.history import TAKEN_OVER

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megasdc.common.moment import Moment
-from megasdc.common.origin import Launch
+from megasdc.common.origin import Launch, Moment
 from megasdc.ops.supervise.diagnosis import Diagnosis, RewindTarget
 from megasdc.ops.supervise.host_tests import HostTest
 from megasdc.ops.supervise.journal import DAMAGED, JournalEntry

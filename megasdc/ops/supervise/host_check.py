@@ -22,11 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megasdc.checkpoint.snapshots.held import memory_folder
+from megasdc.common.durable import probe
 from megasdc.common.errors import ConfigError, DataError, LaunchError, MegasdcError, StorageError
-from megasdc.common.memory_limits import free_memory
-from megasdc.common.progress import report_bytes
-from megasdc.common.room import probe
-from megasdc.common.shared_memory import SNAPSHOT_SHARE, shared_folder
+from megasdc.common.host import SNAPSHOT_SHARE, free_memory, shared_folder
+from megasdc.common.program import report_bytes
 from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig, load_config
 from megasdc.data.manifest import Manifest

@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megasdc.common.durable import parse_json
+from megasdc.common.durable import END_S, lacks_room, limit_s, parse_json, wait_for_room
 from megasdc.common.errors import StorageError
-from megasdc.common.room import END_S, lacks_room, limit_s, wait_for_room
 from megasdc.common.run_lock import open_lock_file, writers_may_lock_beside
 
 RATIO, CERTAINTY = 2.0, 0.9
@@ -85,7 +84,7 @@ class Judgement:
 class HostReliabilityLog:
     """A ledger in a file, which is made by the first use that is added.
 
-    A use that has no room (``megasdc.common.room``), or that another supervisor keeps out for too long, is kept and
+    A use that has no room (``megasdc.common.durable``), or that another supervisor keeps out for too long, is kept and
     added with the next one, or by ``close``.
 
     Args:

@@ -20,9 +20,8 @@ from typing import Protocol
 
 import psutil
 
-from megasdc.common.durable import parse_json
+from megasdc.common.durable import lacks_room, parse_json, probe
 from megasdc.common.errors import LaunchError, StorageError
-from megasdc.common.room import lacks_room, probe
 from megasdc.ops.launch.command import OF_PROGRAMS, parse_launcher_args
 from megasdc.ops.launch.process import end_launcher
 from megasdc.ops.launch.remote import KILL_S, HostWatch

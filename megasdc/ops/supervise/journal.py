@@ -21,10 +21,9 @@ from typing import Any, Self
 
 import xxhash
 
-from megasdc.common.durable import TEMPORARY_PREFIX, parse_json, sync_path
+from megasdc.common.durable import TEMPORARY_PREFIX, parse_json, sync_path, wait_for_room
 from megasdc.common.errors import LaunchError, StorageError
-from megasdc.common.moment import Moment
-from megasdc.common.room import wait_for_room
+from megasdc.common.origin import Moment
 from megasdc.common.run_lock import open_lock_file
 
 FOLDER, JOURNAL_FILE, LOCK_FILE = "supervise", "journal.jsonl", ".lock"
@@ -94,8 +93,8 @@ class Journal:
         LaunchError: another supervisor has it.
         StorageError: it was changed and there is no ``rebuild``, or it cannot be read or written.
 
-    An entry waits for room (``megasdc.common.room``). A file server that takes this host for lost may give the lock to
-    another supervisor. So each entry is written only where the file still is as this one has left it, at each try.
+    An entry waits for room (``megasdc.common.durable``). A file server that takes this host for lost may give the lock
+    to another supervisor. So each entry is written only where the file still is as this one has left it, at each try.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], rebuild: Rebuild | None = None) -> None:

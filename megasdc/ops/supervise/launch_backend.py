@@ -27,13 +27,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
-from megasdc.common import room, run_lock
-from megasdc.common.alert import alert
+from megasdc.common import durable as room
+from megasdc.common import run_lock
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, LaunchError, PeerError, StorageError
-from megasdc.common.origin import Launch
-from megasdc.common.process_state import DISK_S, Waker
-from megasdc.common.run_identity import read_identity
+from megasdc.common.host import DISK_S, Waker
+from megasdc.common.origin import Launch, read_identity
+from megasdc.common.user_code import alert
 from megasdc.events import Event, read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.hosts import last_step_seen
@@ -212,7 +212,7 @@ class LaunchBackend:
         request: what is launched, but for hosts and launch id.
         allocation: of the hosts.
         sizes: settings of an attempt by its number of hosts, as of ``--set``.
-        alert_command: see ``megasdc.common.alert``.
+        alert_command: see ``megasdc.common.user_code``.
 
     Attributes:
         checks: of hosts.

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from threading import Event, Thread
 
+from megasdc.common.durable import RoomProbe
 from megasdc.common.errors import LaunchError, StorageError
-from megasdc.common.room import RoomProbe
 from megasdc.ops.launch.plan import new_launch_id
 from megasdc.ops.launch.verdict import lines_of
 from megasdc.ops.supervise.allocation import Allocation

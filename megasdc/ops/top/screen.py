@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megasdc.common.process_state import RUNNING
+from megasdc.common.host import RUNNING
 from megasdc.ops.health.hosts import HostPosition, RankPosition
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S

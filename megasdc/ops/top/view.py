@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megasdc.common.durable import parse_json
+from megasdc.common.durable import PROBE_BYTES, parse_json
 from megasdc.common.errors import DataError, StorageError
-from megasdc.common.room import PROBE_BYTES
 from megasdc.common.run_lock import read_holder
 from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, metrics_row

@@ -14,8 +14,8 @@ from megasdc.checkpoint.manifest import installed_versions, read_complete
 from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, find_place
 from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_line
 from megasdc.checkpoint.verification_marks import list_verified, mark_corruption, mark_verified
-from megasdc.common.alert import alert
 from megasdc.common.errors import StorageError
+from megasdc.common.user_code import alert
 from megasdc.config.load import RunConfig
 from megasdc.engine.hooks import Run
 from megasdc.events import read_events

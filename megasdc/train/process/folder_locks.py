@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megasdc.common.durable import wait_for_room
 from megasdc.common.errors import LaunchError, MegasdcError, StorageError, error_of_rank
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
-from megasdc.common.room import wait_for_room
 from megasdc.common.run_lock import (
     ENDED_LAUNCHES_VARIABLE,
     STALE_S,

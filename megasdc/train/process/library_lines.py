@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megasdc.common.credentials import without_credentials
-from megasdc.common.room import LineFile
+from megasdc.common.durable import LineFile
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import os
 import socket
 from contextlib import suppress
 
-from megasdc.common.own_address import own_address_towards
+from megasdc.common.wire import own_address_towards
 from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import gather_objects
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from megasdc.common import process_state
+from megasdc.common import host as process_state
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 

@@ -22,7 +22,7 @@ from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, find_in_memory
 from megasdc.checkpoint.verification_marks import find_corruption
 from megasdc.common.errors import ConfigError, StorageError
-from megasdc.common.shared_memory import is_own_folder
+from megasdc.common.host import is_own_folder
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.megasdc import MemorySection
 from megasdc.engine.engine import StepResult

@@ -15,7 +15,7 @@ from megasdc.checkpoint.retention import Retention
 from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
 from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
 from megasdc.checkpoint.snapshots.memory_budget import GIB, why_not
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.study import StudySection

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megasdc.common.process_state import started_at
+from megasdc.common.host import started_at
 from megasdc.train.process.startup import StartClock, StartReport
 from tools.bench.training.launch_time import slowest_start
 

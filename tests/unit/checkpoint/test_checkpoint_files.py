@@ -37,7 +37,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
 from megasdc.common import durable
 from megasdc.common.errors import CheckpointError
-from megasdc.common.progress import report_bytes
+from megasdc.common.program import report_bytes
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 

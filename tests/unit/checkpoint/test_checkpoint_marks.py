@@ -32,7 +32,7 @@ from megasdc.checkpoint.verification_marks import (
 )
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.errors import CheckpointError, CorruptionError, StorageError
 from megasdc.common.run_lock import LockedFolders
 from megasdc.events import EventLog, read_events

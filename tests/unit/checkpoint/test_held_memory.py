@@ -27,7 +27,7 @@ from megasdc.checkpoint.snapshots.held import (
 )
 from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.checkpoint.snapshots.recover import find_in_memory
-from megasdc.common import shared_memory
+from megasdc.common import host as shared_memory
 from megasdc.ops.launch.on_host import release
 from megasdc.parallel.dims import ParallelDims
 

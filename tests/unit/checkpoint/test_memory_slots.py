@@ -25,7 +25,7 @@ from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE,
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.messages import TaskResult
 from megasdc.checkpoint.snapshots.partner import _HEAD, _RIGHT, Partner, PartnerReplicas
-from megasdc.common.shared_memory import is_own_folder
+from megasdc.common.host import is_own_folder
 from megasdc.parallel.dims import ParallelDims
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common.imports import kept as imports
-from megasdc.common.imports.kept import imports_kept
-from megasdc.common.imports.packages import is_installed
+from megasdc.common import imports
+from megasdc.common.imports import imports_kept, is_installed
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megasdc.checkpoint.formats.allowlist import load_checked
-from megasdc.common.versions.private_names import OWNERS, missing_names
+from megasdc.common.versions import OWNERS, missing_names
 
 
 def test_private_names_are_there():
-    """The installed versions have every private name of the list (megasdc/common/versions/private_names.py)."""
+    """The installed versions have every private name of the list (megasdc/common/versions.py)."""
     assert missing_names(OWNERS) == []
 
 

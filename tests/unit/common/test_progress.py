@@ -7,7 +7,7 @@ import time
 
 from rich.console import Console
 
-from megasdc.common.progress import GIB, report_bytes, runs_bar
+from megasdc.common.program import GIB, report_bytes, runs_bar
 
 
 def _drawn(minutes: float | None, *told: tuple[int, int | None], seconds: float = 0.0) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.durable import append_bounded
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.events import EventLog, read_events

@@ -3,7 +3,7 @@
 import pytest
 
 from megasdc.common.errors import StorageError
-from megasdc.common.run_identity import RunIdentity, count_start, read_identity
+from megasdc.common.origin import RunIdentity, count_start, read_identity
 
 
 def test_the_id_stays_and_starts_are_counted(tmp_path):

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, memory_folder, owner, remove_forgotten
-from megasdc.common import shared_memory
+from megasdc.common import host as shared_memory
 from megasdc.common.errors import HangError, StorageError
-from megasdc.common.process_state import started_at
-from megasdc.common.shared_memory import (
+from megasdc.common.host import (
     NAME_VARIABLE,
     deepspeed_buffer,
     is_own_folder,
@@ -23,6 +22,7 @@ from megasdc.common.shared_memory import (
     own_prefix,
     read_own_json,
     remove_buffers,
+    started_at,
 )
 from megasdc.ops.health.agent import AGENT_FILE, read_agent
 from megasdc.ops.health.program_health import ProgramHealth

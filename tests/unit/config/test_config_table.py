@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from megasdc.common.versions.tested import render_tables
+from megasdc.common.versions import render_tables
 from megasdc.config.fields import AtResume
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.table import json_type_text, render_table, with_tables

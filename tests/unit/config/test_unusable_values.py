@@ -8,7 +8,7 @@ import pytest
 
 from megasdc.attached.settings import load_settings
 from megasdc.common.errors import ConfigError
-from megasdc.common.imports.packages import is_installed
+from megasdc.common.imports import is_installed
 from megasdc.config.checks import check_layout
 from megasdc.config.load import load_config, parse_config
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasdc.common.errors import DataError, LaunchError, StorageError
-from megasdc.common.imports.packages import is_installed
+from megasdc.common.imports import is_installed
 from megasdc.metrics.export import export_metrics
 from megasdc.metrics.sinks.csv_files import CsvSink
 from megasdc.metrics.sinks.prometheus import PrometheusSink

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megasdc.common.imports.packages import is_installed
+from megasdc.common.imports import is_installed
 from megasdc.metrics.export import export_metrics
 from megasdc.metrics.sinks import weights_and_biases
 from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config, source_commit

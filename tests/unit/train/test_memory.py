@@ -3,7 +3,7 @@
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.common.memory_limits import MemoryLimit, memory_limits
+from megasdc.common.host import MemoryLimit, memory_limits
 from megasdc.config.checks import check_layout
 from megasdc.config.load import parse_config
 from megasdc.config.sections.model import ffn_width

@@ -13,7 +13,7 @@ from megasdc.checkpoint.files import hash_file, list_replaced, list_steps, step_
 from megasdc.checkpoint.snapshots.held import MemorySlot, find_held
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.durable import REPLACED_PREFIX
-from megasdc.common.shared_memory import own_prefix, shared_folder
+from megasdc.common.host import own_prefix, shared_folder
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megasdc.common.errors import ConfigError
-from megasdc.common.run_identity import IDENTITY_FILE
-from megasdc.common.shared_memory import own_prefix, shared_folder
+from megasdc.common.host import own_prefix, shared_folder
+from megasdc.common.origin import IDENTITY_FILE
 from tools.bench.checkpoints.restore_options import RestoreOptions
 from tools.bench.checkpoints.restore_rank import (
     FIND,

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from megasdc.common.errors import ConfigError, DataError, MegasdcError, StorageError
-from megasdc.common.shared_memory import own_prefix
+from megasdc.common.host import own_prefix
 from megasdc.ops.launch.command import NODE_MODULE
 from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE

@@ -11,8 +11,7 @@ import typer
 
 from megasdc.checkpoint.formats.records import record_text
 from megasdc.common.errors import StorageError
-from megasdc.common.program import echo, safe_console, write_atomically
-from megasdc.common.progress import bytes_bar
+from megasdc.common.program import bytes_bar, echo, safe_console, write_atomically
 from megasdc.lab.checkpoints.digest import DIGEST_SUFFIX, Digest, count_bytes, digest_path
 
 STANDARD_OUTPUT = "-"

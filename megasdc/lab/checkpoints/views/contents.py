@@ -26,7 +26,7 @@ from megasdc.checkpoint.verify import (
 )
 from megasdc.checkpoint.views.view import TENSOR_SLOTS, Entry, Slot, View
 from megasdc.common.errors import CheckpointError
-from megasdc.common.progress import bytes_bar
+from megasdc.common.program import bytes_bar
 from megasdc.lab.checkpoints.views.open import open_view
 from megasdc.model.sharding import take_shard
 from megasdc.tensors.bits import as_bits

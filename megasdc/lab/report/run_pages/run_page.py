@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from megasdc.common.errors import StorageError
-from megasdc.common.process_state import RUNNING
+from megasdc.common.host import RUNNING
 from megasdc.lab.report.run_pages.drops import Drops, load_drops
 from megasdc.lab.report.run_pages.facts import highlights, places, run_versions
 from megasdc.lab.report.run_pages.figures.drops import drop_figures

@@ -6,7 +6,7 @@ round trip, so that the middle of it is right to half of it. What is kept is the
 late, and the agent tells the front what it has found.
 
 The date (``time.time``) is only told, to people and in ``health/clocks.json``: nothing is decided by it. The distance
-of monotonic clocks, which nobody sets, gives an order to what happened on several hosts (``megasdc.common.moment``).
+of monotonic clocks, which nobody sets, gives an order to what happened on several hosts (``megasdc.common.origin``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.durable import parse_json, replacing
-from megasdc.common.moment import HostClock, boot_id
+from megasdc.common.origin import HostClock, boot_id
 
 TOLD_S = 1.0
 """Dates that differ by more are told, and steps of more."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.common import room
-from megasdc.common.alert import LIMIT_S, alert
-from megasdc.common.moment import HostClock
-from megasdc.common.process_state import PAUSE_S
+from megasdc.common import durable as room
+from megasdc.common.host import PAUSE_S
+from megasdc.common.origin import HostClock
+from megasdc.common.user_code import LIMIT_S, alert
 from megasdc.common.wire import SECRET_BYTES, Door, MessageChannel, WireError
 from megasdc.ops.health.front.address import ANSWER_S, FrontAddress, Hello
 from megasdc.ops.health.front.clocks import CLOCKS_FILE, ClockReading, HostClocks
@@ -60,7 +60,7 @@ class HangMonitor:
     Args:
         health: folder of the run, where an incident is written.
         say: tells people.
-        alert_command: gets an incident; see ``megasdc.common.alert``.
+        alert_command: gets an incident; see ``megasdc.common.user_code``.
 
     An incident is written, and the command run, in a thread of its own: the disk may not answer.
     """

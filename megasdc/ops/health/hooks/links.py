@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megasdc.common.own_address import own_address_towards
-from megasdc.common.wire import SECRET_BYTES, Door, connect
+from megasdc.common.wire import SECRET_BYTES, Door, connect, own_address_towards
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter

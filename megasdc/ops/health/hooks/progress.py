@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
+from megasdc.common.host import is_own_folder, make_own_folder, started_at
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
-from megasdc.common.process_state import started_at
-from megasdc.common.shared_memory import is_own_folder, make_own_folder
 from megasdc.config.sections.health import HealthSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.common.durable import append_bounded
+from megasdc.common.durable import append_bounded, write_when_room
 from megasdc.common.origin import Origin
-from megasdc.common.room import write_when_room
 from megasdc.ops.health.slow.stragglers import Place, Straggler, StragglerChange, Stragglers
 
 HEALTH_FOLDER, SUSPECTS_FILE, SLOWNESS_FILE = "health", "suspects.json", "slowness.jsonl"

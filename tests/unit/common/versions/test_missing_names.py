@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import megasdc
+from megasdc.common import versions as private_names
 from megasdc.common.errors import LaunchError
-from megasdc.common.versions import private_names
-from megasdc.common.versions.private_names import (
+from megasdc.common.versions import (
     LAUNCHER,
     NODE,
     OWNERS,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megasdc.common import versions as installed
+from megasdc.common import versions as tested
 from megasdc.common.errors import LaunchError
-from megasdc.common.versions import installed, tested
-from megasdc.common.versions.installed import check_range, range_problems, untested_versions
-from megasdc.common.versions.tested import (
+from megasdc.common.versions import (
     COMBINATIONS,
     NAMES,
     NOT_RUN,
@@ -17,6 +17,9 @@ from megasdc.common.versions.tested import (
     RUN_HERE,
     RUN_ON_GPU,
     Combination,
+    check_range,
+    range_problems,
+    untested_versions,
     versions_state,
 )
 

@@ -21,7 +21,7 @@ RANK = """
 import os, socket, sys, time
 from pathlib import Path
 from megasdc.ops.health.phases import Phase
-from megasdc.common.process_state import started_at
+from megasdc.common.host import started_at
 from megasdc.ops.health.rank_watch import RankWatch
 from megasdc.ops.health.record import WatchedIdentity, HeartbeatWriter
 here = WatchedIdentity("run.1.ab12", 0, 0, 1, 0, 0, 0, socket.gethostname(), 0, os.getpid(), started_at(os.getpid()))

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasdc.common import alert as alert_module
-from megasdc.common.alert import alert
+from megasdc.common import user_code as alert_module
+from megasdc.common.user_code import alert
 from megasdc.ops.health import incident as incident_module
 from megasdc.ops.health.front.server import HangMonitor
 from megasdc.ops.health.incident import HangConclusion

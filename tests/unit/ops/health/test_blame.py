@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.common.process_state import DISK, GONE, STOPPED
+from megasdc.common.host import DISK, GONE, STOPPED
 from megasdc.ops.health.blame import find_blame
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_state import GroupState, RankState

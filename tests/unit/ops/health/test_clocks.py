@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common.moment import HostClock
+from megasdc.common.origin import HostClock
 from megasdc.ops.health.agent import CLOCK_FILE, AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
 from megasdc.ops.health.front import clocks

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.common.errors import StorageError
-from megasdc.common.process_state import started_at
+from megasdc.common.host import started_at
 from megasdc.ops.health.agent import AgentOptions
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.record import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common.process_state import started_at
+from megasdc.common.host import started_at
 from megasdc.ops.health import shared_folder_heartbeat, watched
 from megasdc.ops.health.limits import PhaseLimits
 from megasdc.ops.health.phases import Phase

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from megasdc.common.errors import LaunchError, StorageError
-from megasdc.common.versions.installed import component_versions
+from megasdc.common.versions import component_versions
 from megasdc.ops.launch import checks, front
 from megasdc.ops.launch.checks import (
     DISTRIBUTIONS,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.common.shared_memory import NAME_VARIABLE
+from megasdc.common.host import NAME_VARIABLE
 from megasdc.ops.launch.command import node_command, node_words
 from megasdc.ops.launch.hosts import Placement
 from megasdc.ops.launch.launch_alone import NVML_VARIABLE

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common import memory_limits
-from megasdc.common.memory_limits import MemoryKill
+from megasdc.common import host as memory_limits
+from megasdc.common.host import MemoryKill
 from megasdc.ops.launch.records import parse_records
 
 PROGRAM = """
@@ -32,7 +32,7 @@ import contextlib, os, psutil, subprocess, sys, time
 from pathlib import Path
 from megasdc.ops.launch import node
 from megasdc.ops.launch.node import PatientStop, Ranks
-from megasdc.common.memory_limits import MemoryWatch
+from megasdc.common.host import MemoryWatch
 node.records_folder = lambda *_: Path("records")
 ranks = Ranks(MemoryWatch())
 programs = ["exit(79)", "import os; os.kill(os.getpid(), 11)", "import time; time.sleep(60)"]
@@ -179,7 +179,7 @@ SMALL = """
 import json, os, psutil, sys, time
 from pathlib import Path
 from megasdc.ops.launch import node
-from megasdc.common.memory_limits import MemoryWatch
+from megasdc.common.host import MemoryWatch
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 node.records_folder = lambda *_: Path("records")
 ranks = node.Ranks(MemoryWatch())

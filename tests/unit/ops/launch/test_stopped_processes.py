@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megasdc.common import process_state
-from megasdc.common.process_state import Waker, started_at
+from megasdc.common import host as process_state
+from megasdc.common.host import Waker, started_at
 from megasdc.common.run_lock import start_ticks
 from megasdc.ops.health import agent_process
 from megasdc.ops.health.agent import AGENT_FILE, AgentOptions

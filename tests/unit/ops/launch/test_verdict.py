@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megasdc.common.memory_limits import MemoryKill
-from megasdc.common.moment import HostClock
+from megasdc.common.host import MemoryKill
+from megasdc.common.origin import HostClock
 from megasdc.ops.health.incident import STANDSTILL
 from megasdc.ops.launch.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord, parse_records
 from megasdc.ops.launch.verdict import ABORTED, after_suspension, describe_code, judge_launch

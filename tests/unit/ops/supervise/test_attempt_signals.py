@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.ops.launch.front import LaunchResult
 from megasdc.ops.launch.records import write_done

@@ -20,7 +20,7 @@ from threading import Event, Timer
 
 import pytest
 
-from megasdc.common import room
+from megasdc.common import durable as room
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import start_ticks
 from megasdc.ops.launch.verdict import Met

@@ -1,25 +1,158 @@
-"""Memory of this process's host, as far as it may use it, and processes that the kernel has ended for want of it.
+"""This process's host: files in its memory, memory and its limits, and what the system says of processes; no torch.
 
-Limits are those of memory cgroups, of both versions, which containers and schedulers set, and of the host itself. Whose
-shared memory is can be told of files alone: of those in /dev/shm others' are those of other users, and what was there
-before, but for what this user's runs keep there. The rest counts as nobody's.
+Files in shared memory outlive the process that wrote them, for others of the host. Every user may make names there. So
+what is there counts only where it belongs to this user, whom the system lets make and change it alone: owner and kind
+are compared before anything is read, links are not followed, and no file is read that is larger than it can be. A
+folder that nobody else may enter (0700) keeps others from all that is in it.
+
+Limits of memory are those of memory cgroups, of both versions, which containers and schedulers set, and of the host
+itself; ``MemoryWatch`` tells which processes the kernel has ended for want of it. Whose shared memory is can be told of
+files alone: of those in /dev/shm others' are those of other users, and what was there before, but for what this user's
+runs keep there. The rest counts as nobody's.
+
+A process is running, stopped, waiting for a disk, or gone; ``Waker`` wakes or ends one that does not run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import math
 import os
 import re
+import signal
 import stat
+import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megasdc.common.shared_memory import SHARED_MEMORY, own_prefix
+import psutil
+
+from megasdc.common.durable import parse_json
+
+SHARED_MEMORY = Path("/dev/shm")
+SNAPSHOT_SHARE = 0.8
+"""Of the free memory that snapshots of a state may take."""
+NAME_VARIABLE = "MEGASDC_SHARED_NAME"
+"""Random part of the names of this host's folders, for ranks that cannot tell each other one.
+
+The front sets it for what it starts, and ``megasdc.ops.launch.node`` for ranks on other hosts. Other users see
+arguments of processes, but not this.
+"""
+MAX_BYTES = 16 << 20
+"""Of a file of ours there that is read at once."""
+_BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def shared_folder() -> Path:
+    """Shared memory where the system has it; else the folder of temporary files."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def own_prefix() -> str:
+    """How names of this user's folders there begin."""
+    return f"megasdc-{os.getuid()}-"
+
+
+def deepspeed_buffer(rank: int | str, environ: Mapping[str, str] = os.environ) -> str:
+    """Name of the buffer that DeepSpeed makes for a rank on a CPU for its inference layers, and never removes: 66 MB.
+
+    Who trains has no use for it. Source: DeepSpeed 0.19.8, ``csrc/cpu/comm/shm.cpp``.
+
+    Args:
+        environ: of the rank, with the address and the port of its launch.
+    """
+    return f"{_BUFFER_PREFIX}{os.getuid()}_{environ.get('MASTER_ADDR', '')}_{environ.get('MASTER_PORT', '')}_{rank}"
+
+
+def remove_buffers(names: Iterable[str]) -> None:
+    """Remove buffers of DeepSpeed's, where they are files of this user's; ranks that have opened one keep it."""
+    for name in names:
+        path = SHARED_MEMORY / name
+        with contextlib.suppress(OSError):
+            seen = path.stat(follow_symlinks=False)
+            if _is_buffer(name) and stat.S_ISREG(seen.st_mode) and seen.st_uid == os.getuid():
+                path.unlink()
+
+
+def _is_buffer(name: str) -> bool:
+    """Whether it is the name of one, as a record of an earlier launch should hold it."""
+    return name.startswith(f"{_BUFFER_PREFIX}{os.getuid()}_") and "/" not in name
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder that this user alone may enter; one that is there already must be such.
+
+    Raises:
+        PermissionError: what has this name is no folder, another user's, or open to others.
+        OSError: it cannot be made.
+    """
+    try:
+        path.mkdir(mode=stat.S_IRWXU)
+    except FileExistsError:
+        if not is_own_folder(path):
+            text = "it is no folder that this user alone may enter; another user may have made it: ask for its removal"
+            raise PermissionError(errno.EPERM, text, str(path)) from None
+
+
+def is_own_folder(path: Path | os.DirEntry[str]) -> bool:
+    """Whether a name is that of a folder, no link to one, which belongs to this user and no other may enter."""
+    try:
+        found = path.stat(follow_symlinks=False)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _OTHERS
+
+
+def own_folders(prefix: str) -> Iterator[Path]:
+    """This user's folders in shared memory whose names begin so; of others no more than the owner is looked at."""
+    with os.scandir(shared_folder()) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and is_own_folder(entry):
+                yield Path(entry.path)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of this user's, and no link; returns its descriptor.
+
+    Raises:
+        PermissionError: it is none.
+        OSError: it cannot be opened.
+    """
+    found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its other end
+    seen = os.fstat(found)
+    if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.getuid():
+        os.close(found)
+        raise PermissionError(errno.EPERM, "it is no file of this user's", str(path))
+    return found
+
+
+def read_own_json(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
+    """Read a JSON object from a file of this user's.
+
+    Args:
+        largest: bytes that it may have.
+
+    Raises:
+        ValueError: it is larger, or holds no JSON object.
+        OSError: it cannot be read, or is not this user's.
+    """
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"{path} has more than {largest:,} bytes")
+    found = parse_json(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
 
 PROC, CGROUPS, KERNEL_LOG = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/kmsg")
 FIRST_PIDS = "pid:[4026531836]"
@@ -312,3 +445,124 @@ def _used(folder: Path, usage: str, cache: str) -> float:
         return used - _stat(folder, cache)
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+RUNNING, STOPPED, DISK, GONE = "running", "stopped", "waiting for a disk", "gone"
+TOLERANCE_S = 0.1
+DISK_S = 120.0
+"""For so long a process that others wait for may wait for a disk, as where its host swaps, or not run."""
+PAUSE_S = 10.0
+"""Who has not looked for so long was stopped with its host: what others did not do meanwhile does not count."""
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+def process_state(pid: int, began_at: float) -> str:
+    """State of the process that had this id and this start, seconds since boot; another one with its id is gone."""
+    try:
+        process = psutil.Process(pid)
+        status = process.status()
+        if status == psutil.STATUS_ZOMBIE or abs(started_at(pid) - began_at) > TOLERANCE_S:
+            return GONE
+    except (psutil.Error, OSError, ValueError, IndexError):
+        return GONE
+    if status in _STOPPED:
+        return STOPPED
+    return DISK if status == psutil.STATUS_DISK_SLEEP else RUNNING
+
+
+def started_at(pid: int) -> float:
+    """Start of a process on ``CLOCK_BOOTTIME``, seconds, to 10 ms.
+
+    Source: proc_pid_stat(5), field 22; the name in field 2 may hold blanks, so fields are counted from its bracket.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+class Waker:
+    """Ends what others wait for and what does not run: from outside, since it cannot end itself.
+
+    A process that a signal has stopped (SIGSTOP) is woken first, and killed where it stays so. One that waits for a
+    disk each time that it is looked at, as where its host swaps, is killed, which the kernel does once it waits no
+    more; so is one that polls and has not run. Where even that does not end it, it is given up: of its own it does
+    nothing more.
+
+    Args:
+        limit_s: seconds that it may stay stopped before it gets SIGCONT, and again before it gets SIGKILL.
+        disk_s: seconds that it may wait for a disk, or not run, before it gets SIGKILL; again before it is given up.
+        polls: a healthy one runs every few seconds, whatever it waits for, so that one that does not is ended.
+    """
+
+    def __init__(self, limit_s: float, disk_s: float = DISK_S, *, polls: bool = False) -> None:
+        self._limit_s, self._disk_s, self._polls = limit_s, disk_s, polls
+        self._held: dict[tuple[int, float], _Held] = {}
+        self.given_up: set[int] = set()
+        """Processes that do not end though they were killed."""
+
+    def look(self, pid: int) -> str:
+        """Look at a process that is not reaped yet; returns what was done, in a sentence; empty: nothing."""
+        try:
+            process = psutil.Process(pid)
+            key, state = (pid, process.create_time()), self._state(process)  # another process may have its id later
+        except (psutil.Error, OSError):
+            return ""
+        before, now = self._held.pop(key, None), time.monotonic()
+        if state is None:
+            return ""
+        if before is None or before.state != state or now - before.looked_at > PAUSE_S:
+            before = _Held(state, now, now)
+        is_stopped = state == psutil.STATUS_STOPPED
+        limit_s = self._limit_s if is_stopped else self._disk_s
+        if now - before.since < limit_s or pid in self.given_up:
+            self._held[key] = replace(before, looked_at=now)
+            return ""
+        self._held[key] = _Held(state, now, now, before.told + 1)
+        what = _WHAT.get(state, "does not run")
+        if is_stopped and not before.told:
+            _send(pid, signal.SIGCONT)
+            return f"process {pid} {what}, and has been for {limit_s:g} s: it is woken (SIGCONT)"
+        if before.told == is_stopped:
+            _send(pid, signal.SIGKILL)
+            return f"process {pid} {what}, and {'stays so' if is_stopped else f'has for {limit_s:g} s'}: it is killed"
+        self.given_up.add(pid)
+        return f"process {pid} {what}, was killed, and does not end: it is given up"
+
+    def _state(self, process: psutil.Process) -> str | None:
+        """What is to last no longer than a limit: a process state, or how often the process has run; None: nothing."""
+        status = process.status()
+        if status in _WHAT:
+            return status
+        if not self._polls or status in (psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):  # a debugger may hold it
+            return None
+        return str(_times_run(process.pid))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A process that does not run, since when, when it was last looked at, and how often something was done."""
+
+    state: str
+    since: float
+    looked_at: float
+    told: int = 0
+
+
+_WHAT = {psutil.STATUS_STOPPED: "is stopped by a signal", psutil.STATUS_DISK_SLEEP: "waits for a disk"}
+
+
+def _times_run(pid: int) -> int:
+    """How often threads of a process have been switched away from.
+
+    Source: proc_pid_status(5), ``voluntary_ctxt_switches`` and ``nonvoluntary_ctxt_switches``.
+    """
+    lines = [
+        line
+        for path in Path(f"/proc/{pid}/task").glob("*/status")
+        for line in path.read_text(errors="replace").splitlines()
+    ]
+    return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

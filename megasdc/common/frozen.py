@@ -3,9 +3,11 @@
 A visit would also copy the memory pages of all these objects into the fork. From now on ``lean`` leaves nothing out.
 """
 
+from __future__ import annotations
+
 import gc
 
-from megasdc.common.imports.kept import allow
+from megasdc.common.imports import allow
 
 allow()
 gc.collect()

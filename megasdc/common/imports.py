@@ -9,6 +9,7 @@ installed, for its inference engine: a quarter of the processor time of a rank's
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,3 +47,9 @@ def allow() -> None:
     for name in LEFT_OUT:
         if name in sys.modules and sys.modules[name] is None:
             del sys.modules[name]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is installed; a mere folder of that name, as trackers create in the working folder, is not."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
