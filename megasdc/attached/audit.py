@@ -28,15 +28,12 @@ from megasdc.common.addresses import PARAMETER, WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.audits.findings import AuditedWork, AuditFindings, PermutedResult
-from megasdc.sdc.audits.places import PermutableOps
-from megasdc.sdc.audits.referee import Make, Referee, Subject
-from megasdc.sdc.exhibits.calls import Call, Exhibit
-from megasdc.sdc.exhibits.own import HOOKS, own_result, result_between
-from megasdc.sdc.exhibits.plain import is_plain, make_plain, tied_words
+from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult, gather_traces
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.gather import gather_traces
 from megasdc.sdc.golden.machine import machine_key
+from megasdc.sdc.referee.foreign import HOOKS, is_plain, make_plain, own_result, result_between, tied_words
+from megasdc.sdc.referee.recompute import Call, Exhibit
+from megasdc.sdc.referee.referee import Make, Referee, Subject
 from megasdc.sdc.trace import Trace, count_differing, trace_digest
 from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back

@@ -11,7 +11,7 @@ from torch import Tensor
 from megasdc.attached.record import ROOT
 from megasdc.common.addresses import PARAMETER, UPDATE, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.audits.together import merged_rulings
+from megasdc.sdc.audits import merged_rulings
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back

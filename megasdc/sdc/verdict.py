@@ -16,7 +16,7 @@ What is proved, and how:
   persistently wrong, and only a golden trace can tell which.
 - A rank that fails the golden trace is wrong without any vote.
 - So is a rank whose result lies outside of what rounding explains, as the referee computes it in fp64 from the factors
-  that all of them had, while another one's lies inside (``megasdc.sdc.fp64.referee``); also one of the majority.
+  that all of them had, while another one's lies inside (``megasdc.sdc.referee.referee``); also one of the majority.
 - Where the referee does not know what a submodule computes it takes its own code in fp64, and what rounding makes of
   that is estimated: such a ruling has a basis of its own (``OWN_CODE``).
 - A flagged rank that passes the golden trace and gives its own value again contradicts the majority: either its fault

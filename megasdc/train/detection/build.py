@@ -24,9 +24,8 @@ from megasdc.engine.observer import Listener
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.kinds import LOSS
 from megasdc.model.submodules import Submodule, list_submodules
-from megasdc.sdc.audits.referee import Referee, Subject
-from megasdc.sdc.exhibits.calls import Call, Exhibit
-from megasdc.sdc.exhibits.make import BETWEEN, make_exhibit
+from megasdc.sdc.referee.recompute import BETWEEN, Call, Exhibit, make_exhibit
+from megasdc.sdc.referee.referee import Referee, Subject
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import CheckBudget
 from megasdc.train.detection.coverage import CheckPlan, coverage_table

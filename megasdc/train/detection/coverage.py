@@ -28,8 +28,8 @@ from megasdc.sdc.budget import Cadence, TimeShares, choose_cadence
 from megasdc.sdc.check_cost import Asked, Rates
 from megasdc.sdc.cost import FP32_BYTES, RankWork, Reads, reads_of_step
 from megasdc.sdc.coverage import Shape, render_coverage
-from megasdc.sdc.exhibits.make import LINEAR
 from megasdc.sdc.finite import FiniteRecorder
+from megasdc.sdc.referee.recompute import LINEAR
 from megasdc.sdc.trace import trace_digest
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm, read_back

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megasdc.engine.engine import TrainingEngine
-from megasdc.sdc.audits.findings import PermutedResult
+from megasdc.sdc.audits import PermutedResult
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.sdc.verdict import Repeats

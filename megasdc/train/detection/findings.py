@@ -16,10 +16,10 @@ from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.audits.findings import AuditedWork, AuditFindings, PermutedResult
-from megasdc.sdc.audits.referee import Referee
+from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.finding import Finding, Suspects
 from megasdc.sdc.incident import Opinion
+from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Counts, Trace
 from megasdc.sdc.verdict import (
     FILE,

@@ -6,7 +6,7 @@ over replicas. A finding is not an error: all ranks learn it at the same point a
 An audit inside one device computes the audited micro-batch once more, each operation with its elements in other places.
 Each stage replays it alone, where it would wait for others (``megasdc.engine.schedules``), but for an extra one. The
 first audit of a start computes it after all micro-batches, and also tries every operation both ways
-(``megasdc.sdc.audits.places``).
+(``megasdc.sdc.audits``).
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from megasdc.engine.schedules import StageReplay
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.step_agreement import Field
-from megasdc.sdc.audits.findings import PermutedResult
-from megasdc.sdc.audits.places import PermutableOps
-from megasdc.sdc.audits.referee import Referee
+from megasdc.sdc.audits import PermutableOps, PermutedResult
 from megasdc.sdc.budget import Cadence
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.finite import FiniteRecorder
+from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.sdc.verdict import Repeats, compare_recomputed

@@ -14,7 +14,7 @@ from torch import nn
 from megasdc.attached.audit import StillBuffers
 from megasdc.attached.copies import judge_copies
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.audits.referee import heard
+from megasdc.sdc.referee.referee import heard
 from megasdc.sdc.verdict import RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm

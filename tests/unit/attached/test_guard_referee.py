@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megasdc.common.addresses import FORWARD, Address
-from megasdc.sdc.audits.referee import heard
 from megasdc.sdc.incident import Opinion
+from megasdc.sdc.referee.referee import heard
 from megasdc.sdc.verdict import OWN_CODE, REFEREE
 from tools.bench.guard.disputes import SDPA, bench_disputes, wrong_attention
 from tools.bench.guard.options import DisputeOptions

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasdc.sdc.fp64.adam import AdamSettings, AdamSlice, adam_step, roundings
+from megasdc.sdc.referee.adam import AdamSettings, AdamSlice, adam_step, roundings
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.attached.record import ResultRecorder, choose_watched
-from megasdc.sdc.exhibits.calls import Call, kept_calls
+from megasdc.sdc.referee.recompute import Call, kept_calls
 from megasdc.tensors.checksum import default_algorithm
 
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
-from megasdc.sdc.exhibits.calls import ESTIMATED, Exhibit, kept_calls
-from megasdc.sdc.exhibits.own import own_result, result_between
-from megasdc.sdc.fp64.noise import Unfit, estimate
-from megasdc.sdc.fp64.referee import is_within, judge_rounding
+from megasdc.sdc.referee.foreign import own_result, result_between
+from megasdc.sdc.referee.noise import Unfit, estimate
+from megasdc.sdc.referee.recompute import ESTIMATED, Exhibit, kept_calls
+from megasdc.sdc.referee.referee import is_within, judge_rounding
 
 SAMPLES, TOKENS, WIDTH = 2, 9, 16
 

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megasdc.sdc.audits.findings import differ_in_nan_alone
-from megasdc.sdc.audits.places import order_matters, places_matter
+from megasdc.sdc.audits import differ_in_nan_alone, order_matters, places_matter
 from megasdc.tensors.permuted import Tried, Unequal
 
 PRODUCT = ("aten::mm", "float32(32, 64)", "float32(64, 48)")

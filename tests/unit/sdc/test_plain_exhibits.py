@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
-from megasdc.sdc.exhibits.calls import LIKELY, PROVED, kept_calls
-from megasdc.sdc.exhibits.plain import is_plain, make_plain, tied_words
-from megasdc.sdc.fp64.referee import is_within
+from megasdc.sdc.referee.foreign import is_plain, make_plain, tied_words
+from megasdc.sdc.referee.recompute import LIKELY, PROVED, kept_calls
+from megasdc.sdc.referee.referee import is_within
 
 SAMPLES, TOKENS, WIDTH, OUT = 3, 7, 40, 24
 MODULES: dict[str, Callable[[], nn.Module]] = {

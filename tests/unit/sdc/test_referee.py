@@ -18,23 +18,22 @@ from megasdc.model.kinds import NORM
 from megasdc.model.loss import TokenLoss
 from megasdc.model.modules import rotate
 from megasdc.model.transformer_config import ACTIVATIONS
-from megasdc.sdc.exhibits.calls import kept_calls
-from megasdc.sdc.exhibits.make import make_exhibit
-from megasdc.sdc.fp64.attention import attended, rotated
-from megasdc.sdc.fp64.attention_gradients import Off, elements, given, head_gradients, summed, unrotated
-from megasdc.sdc.fp64.loss import logit_gradients, token_losses_fp64
-from megasdc.sdc.fp64.referee import agreed, is_within, judge_rounding
-from megasdc.sdc.fp64.rounding_bounds import (
+from megasdc.sdc.referee.attention import Off, attended, elements, given, head_gradients, rotated, summed, unrotated
+from megasdc.sdc.referee.recompute import kept_calls, make_exhibit
+from megasdc.sdc.referee.referee import agreed, is_within, judge_rounding
+from megasdc.sdc.referee.rounding_bounds import (
     Exact,
     NormMoments,
     activated,
     activated_input,
     chosen,
+    logit_gradients,
     norm_input,
     norm_weight,
     normalized,
     product,
     residual,
+    token_losses_fp64,
 )
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasdc.sdc.fp64.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
-from megasdc.sdc.fp64.referee import is_within
-from megasdc.sdc.fp64.sums import mean_of
+from megasdc.sdc.referee.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
+from megasdc.sdc.referee.referee import is_within
+from megasdc.sdc.referee.rounding_bounds import mean_of
 
 
 def hard(count: int, kind: torch.dtype) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.audits.together import suspect_together
+from megasdc.sdc.audits import suspect_together
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict, settle, to_repeat
 from megasdc.sdc.vote import vote

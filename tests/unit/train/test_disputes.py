@@ -23,9 +23,9 @@ from megasdc.engine.hooks import Run
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.audits.referee import Referee
 from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incident import incident_from_json
+from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict, Repeats
 from megasdc.train.detection.evidence import (
@@ -276,7 +276,7 @@ def test_an_audit_is_settled_with_what_was_found_before(
         raise Asked(earlier)
 
     disputes, run = started(tmp_path, intermittent="warn")
-    monkeypatch.setattr("megasdc.sdc.audits.findings.settle", ask)
+    monkeypatch.setattr("megasdc.sdc.audits.settle", ask)
     monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
     seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
     evidence = Evidence(Trace(), seen, Repeats(0, 0, ()))

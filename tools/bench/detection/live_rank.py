@@ -33,7 +33,7 @@ from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.exhibits.make import LINEAR
+from megasdc.sdc.referee.recompute import LINEAR
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm

@@ -23,20 +23,20 @@ from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.determinism import set_deterministic
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import ACTIVATIONS
-from megasdc.sdc.fp64.attention import attended
-from megasdc.sdc.fp64.attention_gradients import elements, given, head_gradients
-from megasdc.sdc.fp64.loss import logit_gradients, token_losses_fp64
-from megasdc.sdc.fp64.referee import judge_rounding
-from megasdc.sdc.fp64.rounding_bounds import (
+from megasdc.sdc.referee.attention import attended, elements, given, head_gradients
+from megasdc.sdc.referee.referee import judge_rounding
+from megasdc.sdc.referee.rounding_bounds import (
     Exact,
     NormMoments,
     activated,
     activated_input,
+    logit_gradients,
     norm_input,
     norm_weight,
     normalized,
     product,
     residual,
+    token_losses_fp64,
 )
 from tools.bench.clocks import cpu_threads, devices_here
 from tools.bench.detection.options import RefereeOptions

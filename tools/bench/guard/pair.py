@@ -15,8 +15,8 @@ from megasdc.attached.batch_replayer import Batch, BatchReplayer, SentTensor
 from megasdc.attached.record import ResultRecorder, choose_watched
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.audits.referee import Hearing, heard
 from megasdc.sdc.incident import Opinion
+from megasdc.sdc.referee.referee import Hearing, heard
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import RankVerdict, find_differences, settle
 from megasdc.sdc.vote import vote

@@ -24,11 +24,10 @@ from megasdc.optim.zero1 import is_bf16_optimizer, master_partitions
 from megasdc.parallel.agreement import compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.fp64.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
-from megasdc.sdc.fp64.referee import agreed, is_within, judge_rounding
-from megasdc.sdc.fp64.rounding_bounds import Exact
-from megasdc.sdc.fp64.sums import mean_of
 from megasdc.sdc.incident import Opinion, Outside
+from megasdc.sdc.referee.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
+from megasdc.sdc.referee.referee import agreed, is_within, judge_rounding
+from megasdc.sdc.referee.rounding_bounds import Exact, mean_of
 from megasdc.sdc.verdict import (
     ELSEWHERE,
     INCONCLUSIVE,

@@ -3,7 +3,7 @@
 The code runs once in fp64, and then several times with random errors as large as those of the device's type in what
 each operation of PyTorch's computes: Monte Carlo arithmetic. The root of the mean square of what comes out is the
 estimate, with the cancellations of this very computation, forward and backward. It is no bound, so that it is used with
-wide margins (``megasdc.sdc.exhibits.calls.ESTIMATED``).
+wide margins (``megasdc.sdc.referee.recompute.ESTIMATED``).
 
 Source: Parker 1997, Monte Carlo Arithmetic (UCLA CSD-970002): random errors in results and, of sums, in the terms.
 A sum of K terms has random roundings of the root of K times one, relative to the norm of its terms (Higham and Mary
@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasdc.sdc.fp64.rounding_bounds import INACCURACY, WORKING
+from megasdc.sdc.referee.rounding_bounds import INACCURACY, WORKING
 from megasdc.tensors.nested import map_in, tensors_in
 
 SAMPLES = 8

@@ -1,32 +1,48 @@
-"""Rulings on an audit: on results that differ between replicas, and on those that changed with elements elsewhere.
+"""Audits in any training: rulings on results that differ between replicas, or that changed with elements elsewhere.
 
-Every method here is called by all ranks at the same point.
+Methods of ``AuditFindings`` are called by all ranks at the same point. They gather the traces of all ranks, have the
+work repeated, and ask the referee. Where results may be sums over tensor ranks, or made of such, these ranks are
+suspects together.
+
+Which operations can be computed with their elements elsewhere the first audit of a start finds out
+(``PermutableOps``). It tries every operation both ways on the real numbers. Where all ranks that computed one get other
+bits, its kernel does not treat all places alike: it is computed as it is from then on, and named. Where one rank alone
+computed it, that is said of differences as small as rounding, or in many elements. What only some ranks see, or one
+rank in few elements, is no property of a kernel, and is left to the audit.
+
+Results of such a kernel may be equal by chance, with the numbers of the first audit: few elements, or a type that hides
+most differences. So operations are tried again before anything is ruled; what differs then on all ranks that compute
+the same, or on one alone as little as another order of summation explains, is not moved any more, either.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
+from typing import TypeVar
 
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.audits.referee import Referee
-from megasdc.sdc.audits.together import suspect_together, tensor_ranks
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.gather import gather_traces, repeat_disputed
 from megasdc.sdc.golden_compare import DIVERGENT, find, judge_cell
 from megasdc.sdc.incident import Opinion
+from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Counts, Trace, compare_rank, count_differing
 from megasdc.sdc.verdict import (
     ELSEWHERE,
     GOLDEN,
     INCONCLUSIVE,
     MAJORITY,
+    NOT_REPRODUCED,
     OWN_CODE,
     REFEREE,
     REPLAY,
@@ -36,9 +52,11 @@ from megasdc.sdc.verdict import (
     judge_recomputed,
     repeated_value,
     settle,
+    to_repeat,
 )
 from megasdc.sdc.vote import Ballot, vote
 from megasdc.tensors.bits import as_bits
+from megasdc.tensors.permuted import Permuted, Signature, Trial, Tried, Unequal
 
 ASKED = 8
 """Most results that the referee computes in one step; each is a repeat of the micro-batch."""
@@ -254,3 +272,219 @@ def _micro_batch(rulings: Sequence[RankVerdict]) -> int:
     """The audited micro-batch: the first of the step, or an extra one."""
     numbers = (one.address.micro_batch for one in rulings if one.address is not None)
     return next((number for number in numbers if number is not None), 0)
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MANY = 0.1
+"""Share of a result's elements that no single unit computes."""
+ROUNDING = {"float32": 2.0**-16, "bfloat16": 2.0**-5, "float16": 2.0**-8}
+"""Differences, as a share of the largest element, that another order of summation explains."""
+
+
+def tensor_ranks(rank: int, layout: ParallelDims) -> tuple[int, ...]:
+    """The ranks that compute a stage of a replica together with one, itself too."""
+    first = rank - rank % layout.tensor
+    return tuple(range(first, first + layout.tensor))
+
+
+def suspect_together(
+    rulings: Sequence[RankVerdict], layout: ParallelDims, alone: Collection[tuple[int, Address]] = ()
+) -> tuple[RankVerdict, ...]:
+    """Rulings on results that may be sums over tensor ranks: of these none is named, and all are suspects.
+
+    Args:
+        alone: ranks that have computed a result, at an address, from what is known and was alike, without another rank:
+            what is wrong there is of their own.
+    """
+    if layout.tensor == 1:
+        return tuple(rulings)
+    kept: list[RankVerdict] = []
+    wider: dict[tuple[int, ...], list[RankVerdict]] = {}
+    for one in rulings:
+        ranks = one.suspects if one.rank is None else (one.rank,)
+        if one.address is None or all((rank, one.address) in alone for rank in ranks):
+            kept.append(one)
+        else:
+            suspects = sorted({other for rank in ranks for other in tensor_ranks(rank, layout)})
+            wider.setdefault(tuple(suspects), []).append(one)
+    return (*kept, *(merged_rulings(some, suspects) for suspects, some in wider.items()))
+
+
+def merged_rulings(rulings: Sequence[RankVerdict], suspects: tuple[int, ...]) -> RankVerdict:
+    """One ruling on ranks of which none can be named, in the place of several; what none repeated stays so."""
+    first = rulings[0]
+    harmless = all(one.verdict == NOT_REPRODUCED for one in rulings)
+    return RankVerdict(
+        *(None, NOT_REPRODUCED if harmless else INCONCLUSIVE, first.basis, first.address),
+        wrong=max(one.wrong for one in rulings),
+        repeats=min(one.repeats for one in rulings),
+        rate_bound=first.rate_bound if harmless else None,
+        suspects=suspects,
+        expected=first.expected,
+        got={rank: value for one in rulings for rank, value in one.got.items()},
+    )
+
+
+def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | None) -> dict[int, Trace]:
+    """Every rank's trace, on every rank, through a host group of all ranks.
+
+    Replicas record the same addresses; only those of the first replica are sent, and those of ranks that differ from
+    it.
+
+    Collective: all ranks of the world; only after a disagreement, because the message grows with the number of ranks.
+    """
+    text = "\n".join(map(str, trace.addresses))
+    names = gather_objects(xxhash.xxh3_64_intdigest(text.encode()), group)
+    first = dims.first_replica_rank
+    own = dims.rank == first or names[dims.rank] != names[first]
+    sent = gather_objects((trace.addresses if own else None, trace.checksums), group)
+    found = {}
+    for rank, (addresses, checksums) in enumerate(sent):
+        known = addresses or sent[dims.at(rank).first_replica_rank][0] or []
+        found[rank] = Trace(list(known), list(checksums))
+    return found
+
+
+def repeat_disputed(
+    ballot: Ballot,
+    audit: Mapping[int, Trace],
+    compute: Callable[[], Trace],
+    times: int,
+    dims: ParallelDims,
+    group: dist.ProcessGroup | None,
+) -> dict[tuple[int, int], list[int | None]]:
+    """Repeat the work that replicas disagree on; what ``megasdc.sdc.verdict.settle`` needs of that.
+
+    Args:
+        ballot: the vote on ``audit``, the traces of all ranks.
+        compute: does the work once more; returns this rank's trace.
+
+    Collective: all ranks of the world.
+    """
+    again = [gather_traces(compute(), dims, group) for _ in range(times)]
+    return {
+        (rank, place): [repeated_value(rank, place, audit, one, dims) for one in again]
+        for rank, place in to_repeat(ballot)
+    }
+
+
+class PermutableOps:
+    """Computes work with the elements of all operations in other places, but for those that are not moved.
+
+    Args:
+        dims: layout and place of this rank.
+        group: of all ranks, on the host.
+        tell: writes an event, from its kind, name and fields; called on rank 0 alone.
+
+    Attributes:
+        without: operations that are not moved; None: not known yet.
+    """
+
+    def __init__(self, dims: ParallelDims, group: dist.ProcessGroup | None, tell: Callable[..., object]) -> None:
+        self._dims, self._group, self._tell = dims, group, tell
+        self.without: Collection[Signature] | None = None
+
+    def compute(self, step: int, work: Callable[[], T]) -> T:
+        """Compute work so, the first time of a start after a trial of its operations.
+
+        Collective: all ranks of the world, the first time.
+        """
+        if self.without is None:
+            found = self._try(work)
+            without = places_matter(found)
+            self.without = frozenset(without)
+            self._report(step, found, without)
+        with Permuted(self.without):
+            return work()
+
+    def learn(self, step: int, work: Callable[[], T]) -> bool:
+        """Try the operations of work again; whether some more are not moved from now on.
+
+        Collective: all ranks of the world.
+        """
+        known, found = frozenset(self.without or ()), self._try(work)
+        rows = enumerate(found)
+        by_position = groupby(sorted(rows, key=self._position), self._position)
+        more = order_matters([[one for _, one in of_position] for _, of_position in by_position], known)
+        self.without = known | more.keys()
+        if more:
+            self._report(step, found, more)
+        return bool(more)
+
+    def _position(self, row: tuple[int, Tried]) -> int:
+        return self._dims.at(row[0]).first_replica_rank
+
+    def _try(self, work: Callable[[], T]) -> Sequence[Tried]:
+        """What each rank has seen."""
+        with Trial() as trial:
+            work()
+        return gather_objects(trial.tried, self._group)
+
+    def _report(self, step: int, found: Sequence[Tried], without: Mapping[Signature, Unequal]) -> None:
+        moved, left = Counter[str](), Counter[str]()
+        for of_rank in found:
+            left.update(of_rank.left)
+            for (name, *_), count in of_rank.moved.items():
+                moved[name] += count
+        not_kept = {" ".join(signature): vars(one) for signature, one in without.items()}
+        if self._dims.rank:
+            return
+        self._tell("audit", "permuted", step=step, moved=moved, left=left, not_kept=not_kept)
+        logger.info("permuted replay: %d of %d operations move", moved.total(), moved.total() + left.total())
+        for signature, one in without.items():
+            logger.warning(
+                "permuted replay: %s is computed as it is: moved, %d of %d elements differ, by up to %.2g of the "
+                "largest",
+                " ".join(signature),
+                one.elements,
+                one.of,
+                one.largest,
+            )
+
+
+def places_matter(found: Sequence[Tried]) -> Mapping[Signature, Unequal]:
+    """Operations whose kernels do not treat all places alike, from what each rank has tried."""
+    return {
+        signature: one
+        for signature, one in _totals(found).items()
+        if _is_of_kernel(signature, one, [of_rank for of_rank in found if signature in of_rank.moved])
+    }
+
+
+def order_matters(found: Sequence[Sequence[Tried]], known: Collection[Signature] = ()) -> Mapping[Signature, Unequal]:
+    """Operations whose results differ on all ranks that compute the same, or on one alone as little as rounding.
+
+    Args:
+        found: what each rank has tried, by what they compute.
+        known: operations that are not asked for.
+    """
+    return {
+        signature: one
+        for signature, one in _totals([one for alike in found for one in alike]).items()
+        if signature not in known and all(_is_of_order(signature, alike) for alike in found)
+    }
+
+
+def _is_of_order(signature: Signature, alike: Sequence[Tried]) -> bool:
+    ran = [one for one in alike if signature in one.moved]
+    unequal = [one.unequal[signature] for one in ran if signature in one.unequal]
+    return not unequal or (len(unequal) == len(ran) and (len(ran) > 1 or not unequal[0].far))
+
+
+def _totals(found: Sequence[Tried]) -> dict[Signature, Unequal]:
+    unequal: dict[Signature, Unequal] = {}
+    for of_rank in found:
+        for signature, one in of_rank.unequal.items():
+            total = unequal.setdefault(signature, Unequal())
+            total.elements, total.of, total.far = total.elements + one.elements, total.of + one.of, total.far + one.far
+            total.largest = max(total.largest, one.largest)
+    return unequal
+
+
+def _is_of_kernel(signature: Signature, total: Unequal, ran: Sequence[Tried]) -> bool:
+    """Whether a difference is of the kernel, or of how it is moved here, and not of a device."""
+    rounding = max(ROUNDING.get(text.partition("(")[0], 0.0) for text in signature)
+    explained = len(ran) > 1 or total.largest <= rounding or total.elements > MANY * total.of
+    return explained and all(signature in of_rank.unequal for of_rank in ran)

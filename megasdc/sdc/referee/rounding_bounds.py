@@ -9,11 +9,15 @@ passes through at most K roundings, its product included, so that the computed s
 To this come: roundings to the type of the result; products that underflow, each at most the smallest normal number,
 where devices flush those to zero; terms with an operand below it, which some units take for 0 (AMX: Intel SDM,
 TDPBF16PS); and the same bound of the fp64 sum itself. ``docs/design/referee.md`` has the proofs.
+
+Products, norms, activations, sums over replicas, losses and gradients of logits have a function each. The loss of a
+token is ``log(sum of exp(z_c - m)) + m - z_t`` for any m, the gradient of logit c is the slope times ``exp(z_c - m) /
+sum - [c = t]``. A device computes both in fp32, whatever the type of the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -339,3 +343,82 @@ def _finite(values: Tensor, bounds: Tensor, sizes: Tensor, count: int, kind: tor
     bounds = bounds + gamma(4 * count + 4, torch.float64) * (sizes + values.abs())
     largest = min(torch.finfo(WORKING).max, torch.finfo(kind).max)
     return Exact(values, torch.where(sizes + values.abs() + bounds < largest, bounds, torch.inf))
+
+
+def mean_of(parts: Sequence[Tensor], factor: float, kind: torch.dtype, *, converted: bool = False) -> Exact:
+    """The mean of the replicas' gradients, times a factor.
+
+    A reduction adds N parts in any order, N - 1 roundings for each at most; it divides before or after, by a factor
+    that is rounded itself unless N is a power of two; the factor, unless it is 1, costs a rounding of itself and one of
+    the product. Each rounding is one of ``kind``; a quotient below its smallest normal number may be flushed to zero.
+
+    Args:
+        parts: of each replica, [n].
+        kind: the coarsest type on the way.
+        converted: whether parts are sent in another type than theirs: one more rounding of each.
+    """
+    count = len(parts)
+    stacked = torch.stack([one.double() for one in parts])
+    exact = count & (count - 1) == 0
+    roundings = count - 1 + (0 if exact else 2) + (0 if factor == 1.0 else 2) + int(converted)
+    values = stacked.sum(0) * (factor / count)
+    sizes = stacked.abs().sum(0) * (abs(factor) / count)
+    tiny = torch.finfo(kind).tiny
+    bounds = (gamma(roundings, kind) + gamma(4 * count, torch.float64)) * sizes + 2 * count * tiny
+    return Exact(values, torch.where(sizes < torch.finfo(kind).max / (2 * count), bounds, torch.inf))
+
+
+ROUNDOFF = torch.finfo(WORKING).eps / 2
+
+
+def token_losses_fp64(logits: Tensor, labels: Tensor) -> Exact:
+    """Losses, [n], of logits [n, V] without padding, and labels [n]."""
+    logits = logits.double()
+    largest = logits.amax(-1)
+    total, share, _, _ = _exponentials(logits, largest)
+    own = logits.gather(-1, labels[:, None])[:, 0]
+    values = total.log() + largest - own
+    off = torch.log1p(share) + INACCURACY * (1 + total.log())
+    off = off + 4 * ROUNDOFF * (total.log() + largest.abs() + own.abs() + values.abs())
+    return _with(values, rounded(off, values, WORKING))
+
+
+def logit_gradients(
+    logits: Tensor, labels: Tensor, slopes: Tensor, rows: Tensor, columns: Tensor, kind: torch.dtype
+) -> Exact:
+    """Elements of the gradient, [n].
+
+    Args:
+        logits: [m, V] without padding.
+        labels: [m].
+        slopes: of the losses, [m].
+        rows: which of these each element is of, [n].
+        columns: its logit; from V on, padding, whose gradient is 0.
+        kind: type of the gradient.
+    """
+    logits, slopes = logits.double(), slopes.double()
+    total, share, exponentials, apart = _exponentials(logits, logits.amax(-1))
+    real = columns < logits.shape[-1]
+    place = rows, columns.clamp(max=logits.shape[-1] - 1)
+    weight = exponentials[place] / total[rows]
+    off = weight * ((1 + apart[place]) * (1 + share[rows]) - 1 + 4 * ROUNDOFF)
+    label = (labels[rows] == columns).double()
+    values = slopes[rows] * (weight - label)
+    bounds = slopes[rows].abs() * (off + 4 * ROUNDOFF * (weight + label)) + torch.finfo(WORKING).tiny
+    bounds = rounded(rounded(bounds, values, kind), values, kind)
+    return _with(torch.where(real, values, 0.0), torch.where(real, bounds, 0.0))
+
+
+def _exponentials(logits: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums, [m], the shares that they may be off by, the terms, [m, V], and the shares of these."""
+    shifted = logits - largest[:, None]
+    off = 2 * ROUNDOFF * (logits.abs() + largest.abs()[:, None]) + INACCURACY
+    apart = torch.expm1(2 * off)
+    terms = shifted.exp()
+    total = terms.sum(-1)
+    total_off = (terms * (apart + gamma(logits.shape[-1] + 2, WORKING))).sum(-1) / total
+    return total, torch.where(total_off < 0.5, total_off / (1 - total_off), torch.inf), terms, apart
+
+
+def _with(values: Tensor, bounds: Tensor) -> Exact:
+    return Exact(values, torch.where(bounds.isfinite() & values.isfinite(), bounds, torch.inf))
