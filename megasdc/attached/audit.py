@@ -30,7 +30,7 @@ from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult, gather_traces
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.golden.machine import machine_key
+from megasdc.sdc.golden import machine_key
 from megasdc.sdc.referee.foreign import HOOKS, is_plain, make_plain, own_result, result_between, tied_words
 from megasdc.sdc.referee.recompute import Call, Exhibit
 from megasdc.sdc.referee.referee import Make, Referee, Subject

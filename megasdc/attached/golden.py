@@ -44,11 +44,20 @@ from megasdc.common.errors import CheckpointError, ConfigError, MegasdcError, St
 from megasdc.parallel.collectives import gather_objects, gather_objects_on
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.finite import FiniteRecorder
-from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
-from megasdc.sdc.golden.file import key_differences
-from megasdc.sdc.golden.machine import machine_key
-from megasdc.sdc.golden.sealed import read_members, read_sealed_header, trace_from_bytes, trace_to_bytes, write_sealed
+from megasdc.sdc.golden import (
+    GoldenAnswer,
+    GoldenRun,
+    compare_run,
+    judge_replicas,
+    key_differences,
+    machine_key,
+    read_members,
+    read_sealed_header,
+    trace_from_bytes,
+    trace_to_bytes,
+    write_sealed,
+)
+from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.tensors.nested import map_in
 

@@ -30,8 +30,16 @@ from megasdc.determinism import capture_rng
 from megasdc.optim.zero1 import is_bf16_optimizer
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.finite import FiniteRecorder, NonFinite
-from megasdc.sdc.nonfinite import EVENT_KIND, Explanation, InputKinds, NonFiniteOrigin, explain, origin_here
+from megasdc.sdc.nonfinite import (
+    EVENT_KIND,
+    Explanation,
+    FiniteRecorder,
+    InputKinds,
+    NonFinite,
+    NonFiniteOrigin,
+    explain,
+    origin_here,
+)
 from megasdc.tensors.nested import map_in, tensors_in
 
 

@@ -111,7 +111,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
         from megasdc.ops.golden.result import render_golden
         from megasdc.ops.golden.verify import verify_here
         from megasdc.parallel.local_ranks import count_accelerators
-        from megasdc.sdc.golden.file import load_header
+        from megasdc.sdc.golden import load_header
 
         devices = None if options.local is None else options.local or count_accelerators() or 1
         file = _golden_file(options, devices)

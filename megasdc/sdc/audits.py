@@ -33,7 +33,7 @@ from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.golden_compare import DIVERGENT, find, judge_cell
+from megasdc.sdc.golden import DIVERGENT, find, judge_cell
 from megasdc.sdc.incident import Opinion
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Counts, Trace, compare_rank, count_differing

@@ -1,8 +1,15 @@
-"""Cost model of traces: bytes that checksums read in a step against the step's arithmetic; pure formulas."""
+"""Cost of checks: what they read in a step against its arithmetic, and how often they look to stay within a budget.
+
+Pure formulas: what traces and checks of a step read (``reads_of_step``), what that takes at the measured rates of a
+rank (``Asked``), and the cadence whose time is within a share of the step's (``choose_cadence``).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass, replace
 
 from megasdc.common.addresses import (
     ACCUMULATED_GRAD,
@@ -243,3 +250,133 @@ def _parameters(kind: str, work: RankWork) -> list[float]:
         HEAD: [] if model.tie_embeddings else [vocab * h],
     }
     return by_kind.get(kind, [])
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed of a rank at the operations of checks.
+
+    Args:
+        checksum_bytes_per_s: of a large checksum.
+        extremes_bytes_per_s: of a check for NaN and Inf in a large tensor.
+        checksum_s: of recording and comparing one checksum of a tiny tensor, between arithmetic.
+        extremes_s: the same of a check for NaN and Inf.
+        exchange_s: of one reduction of constant size over all ranks.
+        sent_bytes_per_s: of what each rank sends to the next, while it receives as much.
+    """
+
+    checksum_bytes_per_s: float
+    extremes_bytes_per_s: float
+    checksum_s: float
+    extremes_s: float
+    exchange_s: float
+    sent_bytes_per_s: float
+
+
+def median_rates(measured: Sequence[Rates]) -> Rates:
+    """The median of each rate, so that one slow measurement has no effect; of at least one measurement."""
+    return Rates(*(statistics.median(values) for values in zip(*map(astuple, measured), strict=True)))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Operations of one step's checks.
+
+    Args:
+        extremes: results checked for NaN and Inf.
+        exchanges: reductions over all ranks, and messages to the next.
+        sent_bytes: of these messages.
+    """
+
+    checksums: Reads
+    extremes: Reads
+    exchanges: float
+    sent_bytes: float = 0.0
+
+    def seconds(self, rates: Rates) -> float:
+        """Time of these operations."""
+        return (
+            self.checksums.bytes / rates.checksum_bytes_per_s
+            + self.checksums.count * rates.checksum_s
+            + self.extremes.bytes / rates.extremes_bytes_per_s
+            + self.extremes.count * rates.extremes_s
+            + self.exchanges * rates.exchange_s
+            + self.sent_bytes / rates.sent_bytes_per_s
+        )
+
+
+MOST_EVERY = 50
+"""Most steps from one look to the next: what lasts is to be seen while a run can still go back to before it."""
+
+
+@dataclass(frozen=True)
+class TimeShares:
+    """Time of checks, each as a share of a step.
+
+    Args:
+        fixed: in every step, whatever is looked at: parameters, the reduction over ranks.
+        audits: the mean over all steps.
+        look: at results of one micro-batch.
+        slice: at one slice of the optimizer.
+    """
+
+    fixed: float
+    audits: float
+    look: float
+    slice: float
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Which steps look at results, and at how many micro-batches each.
+
+    Args:
+        micro_batches: of a step that looks, others each time.
+        every: steps from one such step to the next.
+    """
+
+    micro_batches: int
+    every: int = 1
+
+    def looked_at(self, step: int, of: int) -> Collection[int]:
+        """Numbers of the micro-batches that a step looks at, ``of`` all that it has; empty: none."""
+        first = self.turn(step) * self.micro_batches
+        return (
+            frozenset((first + one) % of for one in range(self.micro_batches))
+            if step % self.every == 0
+            else frozenset()
+        )
+
+    def turn(self, step: int) -> int:
+        """Number of the look: what is looked at in turn follows from it."""
+        return step // self.every
+
+    def slices(self, step: int) -> bool:
+        """Whether a step looks at a slice of the optimizer: between two looks at results, so that both are short."""
+        return step % self.every == self.every // 2
+
+    @property
+    def rate(self) -> float:
+        """Micro-batches that are looked at in a step, on average."""
+        return self.micro_batches / self.every
+
+    def period(self, of: int) -> int:
+        """Steps in which results of each of a step's micro-batches have been looked at."""
+        return math.ceil(of / self.micro_batches) * self.every
+
+    def share(self, shares: TimeShares) -> float:
+        """Time of all checks over that of all steps."""
+        return shares.fixed + shares.audits + (shares.look * self.micro_batches + shares.slice) / self.every
+
+
+def choose_cadence(shares: TimeShares, budget: float, micro_batches: int) -> Cadence:
+    """As many looks as a share ``budget`` of a step leaves room for: from all ``micro_batches`` of every step down.
+
+    One look in ``MOST_EVERY`` steps is made even where that is more than the budget.
+    """
+    room = budget - shares.fixed - shares.audits
+    once = shares.look + shares.slice
+    if once > room:
+        return Cadence(1, MOST_EVERY if room <= once / MOST_EVERY else math.ceil(once / room))
+    more = (room - once) / shares.look if shares.look else math.inf
+    return Cadence(micro_batches if more >= micro_batches - 1 else 1 + int(more))

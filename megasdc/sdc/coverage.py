@@ -21,7 +21,7 @@ from megasdc.config.problems.detection import asks_golden
 from megasdc.config.sections.detection import EXTRA, AuditSection
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
-from megasdc.sdc.budget import MOST_EVERY, Cadence
+from megasdc.sdc.cost import MOST_EVERY, Cadence
 
 
 @dataclass(frozen=True)

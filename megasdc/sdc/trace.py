@@ -5,8 +5,8 @@ them.
 
 Two sets of traces first diverge by execution order over all ranks. Results are recorded before collectives mix ranks,
 so the rank that comes first in this order computed a different value, and others received it. Not so from
-``reduced_grad`` on with several replicas, whose results come after a sum over them; ``megasdc.sdc.golden_compare``
-decides who can be named. ``count_differing`` names no rank: its numbers are evidence for people.
+``reduced_grad`` on with several replicas, whose results come after a sum over them; ``megasdc.sdc.golden`` decides who
+can be named. ``count_differing`` names no rank: its numbers are evidence for people.
 
 Of two layouts only results whose bits do not depend on the layout are comparable: ``LAYOUT_FREE``, measured with the
 GPT and Llama styles of ``tests/distributed/test_trace_layouts.py``, tied and untied, fp32 and bf16. It holds for one

@@ -20,7 +20,7 @@ from megasdc.model.randomness import mix
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.groups import own_model_groups
-from megasdc.sdc.golden.file import Case
+from megasdc.sdc.golden import Case
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm

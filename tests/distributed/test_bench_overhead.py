@@ -15,7 +15,7 @@ from harness import run_distributed
 from torch import Tensor
 from typer.testing import CliRunner
 
-from megasdc.sdc import finite
+from megasdc.sdc import nonfinite
 from megasdc.tensors.checksum import Xxh3
 from tools.bench.commands import app
 from tools.bench.detection.overhead import ACCELERATOR_SIZES, work_of
@@ -129,7 +129,7 @@ def _counts(options: TrainBenchOptions, folder: Path, names: tuple[str, ...]) ->
     rank = OverheadRank(options, folder)
     counts: Counter[str] = Counter()
     Xxh3.start = _counted(counts, "checksums", Xxh3.start, 1)  # type: ignore[method-assign]
-    finite.is_surely_finite = _counted(counts, "extremes", finite.is_surely_finite, 0)
+    nonfinite.is_surely_finite = _counted(counts, "extremes", nonfinite.is_surely_finite, 0)
     dist.all_reduce = _counted(counts, "exchanges", dist.all_reduce, 0)
     found = {}
     for name in names:

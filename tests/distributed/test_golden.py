@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
-from megasdc.sdc.golden.file import Golden, load_golden, save_golden
+from megasdc.sdc.golden import Golden, load_golden, save_golden
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -16,7 +16,7 @@ from megasdc.ops.golden.node import Collector, StoreMailbox
 from megasdc.ops.golden.record import record_golden_trace
 from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.local_ranks import free_port
-from megasdc.sdc.golden.file import Golden, load_golden, save_golden
+from megasdc.sdc.golden import Golden, load_golden, save_golden
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 

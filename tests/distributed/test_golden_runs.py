@@ -12,8 +12,7 @@ from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state
 
 from megasdc.config.load import load_config
 from megasdc.ops.golden.record import record_golden_trace
-from megasdc.sdc.golden.answer import GoldenAnswer
-from megasdc.sdc.golden.file import Golden, load_golden, save_golden
+from megasdc.sdc.golden import Golden, GoldenAnswer, load_golden, save_golden
 from megasdc.sdc.incident import Incident, incident_from_json
 from megasdc.train.detection.golden_check import GoldenCheck
 

@@ -15,7 +15,7 @@ from megasdc.config.load import parse_config
 from megasdc.config.sections.faults import OPTIMIZER_STATE
 from megasdc.engine.hooks import Hook
 from megasdc.parallel import groups
-from megasdc.sdc.golden_compare import GoldenComparison, judge_cell
+from megasdc.sdc.golden import GoldenComparison, judge_cell
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.workload import Workload, workload_cases, workload_config
 from tools.bench.detection.golden_rank import Campaign, campaign_config

@@ -7,7 +7,7 @@ from typing import Any
 
 from megasdc.common.errors import MegasdcError, TraceError
 from megasdc.ops.golden.verify import layout_size
-from megasdc.sdc.golden.file import load_header
+from megasdc.sdc.golden import load_header
 from megasdc.train.detection.golden_key import compare_key
 
 SHOWN = 3

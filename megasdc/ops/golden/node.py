@@ -30,8 +30,7 @@ from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, local_rank_environment
 from megasdc.parallel.rendezvous import join_store
 from megasdc.parallel.stores import MEETING_VARIABLE
-from megasdc.sdc.golden.file import load_header
-from megasdc.sdc.golden.sealed import header_digest
+from megasdc.sdc.golden import header_digest, load_header
 
 START_S = 300.0
 """Largest difference of the ranks' start times, in seconds."""

@@ -30,8 +30,7 @@ with imports_kept():
     from megasdc.ops.golden.drill import Drill
     from megasdc.parallel import groups
     from megasdc.parallel.dims import ParallelDims
-    from megasdc.sdc.golden.file import load_golden, load_header
-    from megasdc.sdc.golden_compare import find
+    from megasdc.sdc.golden import find, load_golden, load_header
     from megasdc.sdc.trace_file import TraceWriter
     from megasdc.tensors.checksum import default_algorithm
     from megasdc.train.detection.golden_key import compare_key, golden_key, workload_of

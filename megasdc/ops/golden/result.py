@@ -15,7 +15,7 @@ from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError, CorruptionError, HangError, PeerError, TraceError
 from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden_compare import (
+from megasdc.sdc.golden import (
     ABSENT,
     AFFECTED,
     DIED,

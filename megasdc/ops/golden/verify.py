@@ -12,7 +12,7 @@ from megasdc.common.errors import ConfigError, TraceError
 from megasdc.ops.golden.result import VerifyResult, judge_reports
 from megasdc.ops.golden.watched_ranks import CellRank, RankReport, watch_ranks
 from megasdc.parallel.local_ranks import LocalMeeting, count_accelerators, local_rank_environment
-from megasdc.sdc.golden.file import load_header
+from megasdc.sdc.golden import load_header
 
 Progress = Callable[[int, int | None], None]
 """Called with runs done by all ranks, and the total; None where time decides."""

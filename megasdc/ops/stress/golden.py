@@ -71,7 +71,7 @@ def _load_training(file: Path) -> GoldenTraining | None:
     """A golden trace; None if it is of several ranks, since each device is tested alone."""
     from megasdc.ops.stress.drill import ALONE
     from megasdc.ops.stress.training import trace_to_values
-    from megasdc.sdc.golden.file import load_golden
+    from megasdc.sdc.golden import load_golden
 
     golden = load_golden(file)
     if golden.layout.layout != ALONE.layout:

@@ -14,8 +14,7 @@ from megasdc.engine.observer import Listener
 from megasdc.ops.golden.drill import Drill
 from megasdc.ops.stress.drill import ALONE
 from megasdc.parallel import groups
-from megasdc.sdc.golden.file import key_differences
-from megasdc.sdc.golden_compare import find
+from megasdc.sdc.golden import find, key_differences
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import algorithm, default_algorithm

@@ -48,7 +48,7 @@ class Slot:
 
         from megasdc.ops.stress.drill import SlotDrill
         from megasdc.ops.stress.products import Products
-        from megasdc.sdc.golden.machine import machine_key
+        from megasdc.sdc.golden import machine_key
 
         self._timeout_s = task["timeout_s"]
         self._link_end = LinkEnd(self._timeout_s / 2)

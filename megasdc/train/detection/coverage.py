@@ -24,11 +24,19 @@ from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.zero1 import BLOCK, norms_have_equal_bits, owned_fragments
 from megasdc.parallel.agreement import compare_replicas
-from megasdc.sdc.budget import Cadence, TimeShares, choose_cadence
-from megasdc.sdc.check_cost import Asked, Rates
-from megasdc.sdc.cost import FP32_BYTES, RankWork, Reads, reads_of_step
+from megasdc.sdc.cost import (
+    FP32_BYTES,
+    Asked,
+    Cadence,
+    RankWork,
+    Rates,
+    Reads,
+    TimeShares,
+    choose_cadence,
+    reads_of_step,
+)
 from megasdc.sdc.coverage import Shape, render_coverage
-from megasdc.sdc.finite import FiniteRecorder
+from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.referee.recompute import LINEAR
 from megasdc.sdc.trace import trace_digest
 from megasdc.sdc.tracer import Tracer

@@ -22,7 +22,7 @@ from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.finding import Finding, Suspects, describe_ruling
-from megasdc.sdc.golden_compare import AFFECTED, DIVERGENT
+from megasdc.sdc.golden import AFFECTED, DIVERGENT
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.vote import comparable_positions, differing_names

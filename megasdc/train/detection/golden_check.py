@@ -23,9 +23,16 @@ from megasdc.config.load import parse_config
 from megasdc.engine.observer import Listener
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.answer import GoldenAnswer, GoldenRun, compare_run, judge_replicas
-from megasdc.sdc.golden.file import Golden, load_golden, load_header
-from megasdc.sdc.golden_compare import trace_gaps
+from megasdc.sdc.golden import (
+    Golden,
+    GoldenAnswer,
+    GoldenRun,
+    compare_run,
+    judge_replicas,
+    load_golden,
+    load_header,
+    trace_gaps,
+)
 from megasdc.sdc.trace import Trace
 from megasdc.train.detection.golden_key import compare_key
 from megasdc.train.workload import Workload

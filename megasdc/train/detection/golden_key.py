@@ -13,8 +13,7 @@ from megasdc.common.errors import ConfigError, TraceError
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.model.compiled import FUSED_VERSION, code_generator
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.file import key_differences
-from megasdc.sdc.golden.machine import machine_key
+from megasdc.sdc.golden import key_differences, machine_key
 
 
 def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[str, Any]:

@@ -10,8 +10,15 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.finite import FiniteRecorder, NonFinite
-from megasdc.sdc.nonfinite import EVENT_KIND, InputKinds, NonFiniteOrigin, explain, origin_here
+from megasdc.sdc.nonfinite import (
+    EVENT_KIND,
+    FiniteRecorder,
+    InputKinds,
+    NonFinite,
+    NonFiniteOrigin,
+    explain,
+    origin_here,
+)
 from megasdc.train.detection.observe import ObserverSwitch
 
 logger = logging.getLogger(__name__)

@@ -34,9 +34,9 @@ from megasdc.model.submodules import list_submodules
 from megasdc.parallel.agreement import Agreed, compare_replicas
 from megasdc.parallel.step_agreement import Field
 from megasdc.sdc.audits import PermutableOps, PermutedResult
-from megasdc.sdc.budget import Cadence
+from megasdc.sdc.cost import Cadence
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.finite import FiniteRecorder
+from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.sdc.tracer import Tracer, choose_submodules

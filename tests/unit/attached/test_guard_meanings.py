@@ -27,8 +27,7 @@ from megasdc.attached.nonfinite import (
 from megasdc.attached.record import ROOT, ResultRecorder
 from megasdc.common.addresses import BACKWARD, FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.finite import FiniteRecorder, NonFinite
-from megasdc.sdc.nonfinite import Explanation, NonFiniteOrigin
+from megasdc.sdc.nonfinite import Explanation, FiniteRecorder, NonFinite, NonFiniteOrigin
 from megasdc.tensors.checksum import default_algorithm
 
 ONE = ParallelDims(1, 1, 1)

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megasdc.config.sections.model import ffn_width
-from megasdc.sdc.budget import Cadence
-from megasdc.sdc.check_cost import Rates, median_rates
+from megasdc.sdc.cost import Cadence, Rates, median_rates
 from tools.bench.detection.options import OverheadOptions
 from tools.bench.detection.overhead import Kept, ModelCost, OverheadResult, extrapolate, judge, work_of
 from tools.bench.detection.overhead_model import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.sdc.budget import MOST_EVERY, Cadence, TimeShares, choose_cadence
+from megasdc.sdc.cost import MOST_EVERY, Cadence, TimeShares, choose_cadence
 
 
 @pytest.mark.parametrize(

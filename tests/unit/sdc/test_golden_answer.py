@@ -8,7 +8,7 @@ import pytest
 
 from megasdc.common.addresses import BACKWARD, FORWARD, Address
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
+from megasdc.sdc.golden import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, rate_bound
 

@@ -12,7 +12,7 @@ import pytest
 from megasdc.common.addresses import Address
 from megasdc.common.errors import StorageError, TraceError
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.file import Case, Golden, key_differences, load_golden, load_header, save_golden
+from megasdc.sdc.golden import Case, Golden, key_differences, load_golden, load_header, save_golden
 from megasdc.sdc.trace import Trace
 
 

@@ -9,8 +9,7 @@ from torch import nn
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.finite import NonFinite
-from megasdc.sdc.nonfinite import InputKinds, NonFiniteOrigin, explain, origin_here
+from megasdc.sdc.nonfinite import InputKinds, NonFinite, NonFiniteOrigin, explain, origin_here
 from megasdc.tensors.finite import NAN
 
 ORDER = ("a", "b", "loss")

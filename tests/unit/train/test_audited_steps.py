@@ -13,7 +13,7 @@ from megasdc.config.sections.detection import AuditSection, SdcSection
 from megasdc.config.sections.drop_compute import DropComputeSection
 from megasdc.engine.hooks import Run
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.budget import Cadence
+from megasdc.sdc.cost import Cadence
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import CheckBudget
 from megasdc.train.detection.coverage import CheckPlan, share_text

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.budget import Cadence
+from megasdc.sdc.cost import Cadence
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import CheckBudget
 from megasdc.train.detection.chain import LARGEST_NORM, Chain, ChainFindings, is_norm_of

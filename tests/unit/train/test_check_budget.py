@@ -17,8 +17,7 @@ from megasdc.events import EventLog, read_events
 from megasdc.optim.zero1 import BLOCK
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.budget import Cadence, TimeShares
-from megasdc.sdc.check_cost import Rates
+from megasdc.sdc.cost import Cadence, Rates, TimeShares
 from megasdc.train.detection import budget
 from megasdc.train.detection.budget import CheckBudget, Stopwatch
 from megasdc.train.detection.coverage import CheckPlan, RankSpeed, plan_checks

@@ -23,7 +23,7 @@ from megasdc.engine.hooks import Run
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.agreement import Agreed
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.answer import GoldenAnswer, compare_run, judge_replicas
+from megasdc.sdc.golden import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incident import incident_from_json
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Trace

@@ -13,8 +13,7 @@ import torch
 import megasdc
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.file import key_differences
-from megasdc.sdc.golden.machine import machine_key, processor_name
+from megasdc.sdc.golden import key_differences, machine_key, processor_name
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.workload import workload_config
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.config.sections.megasdc import TraceSection
-from megasdc.sdc.finite import FiniteRecorder
+from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
 from tools.bench.clocks import cpu_threads, devices_here, time_block

@@ -21,8 +21,16 @@ from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.file import Golden, load_golden, save_golden
-from megasdc.sdc.golden_compare import DIVERGENT, GoldenComparison, GoldenVerdict, find, judge_cell
+from megasdc.sdc.golden import (
+    DIVERGENT,
+    Golden,
+    GoldenComparison,
+    GoldenVerdict,
+    find,
+    judge_cell,
+    load_golden,
+    save_golden,
+)
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import INCONCLUSIVE
 from megasdc.tensors.bits import as_bits

@@ -9,9 +9,7 @@ from typing import Any
 
 from megasdc.config.sections.detection import SdcSection
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.sdc.budget import Cadence
-from megasdc.sdc.check_cost import Rates, median_rates
-from megasdc.sdc.cost import FP32_BYTES, RankWork
+from megasdc.sdc.cost import FP32_BYTES, Cadence, RankWork, Rates, median_rates
 from tools.bench.detection.options import OverheadOptions
 from tools.bench.detection.overhead_model import (
     ALWAYS_ON,

@@ -28,8 +28,7 @@ from megasdc.lab.planning.audits import (
     plan_audits,
     simulate_latency,
 )
-from megasdc.sdc.budget import Cadence
-from megasdc.sdc.cost import RankWork, Reads, predicted_share, reads_of_step, total
+from megasdc.sdc.cost import Cadence, RankWork, Reads, predicted_share, reads_of_step, total
 
 PLAN = AuditPlan(
     replicas=4,

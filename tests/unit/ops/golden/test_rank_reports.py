@@ -12,7 +12,7 @@ from megasdc.ops.golden import verify
 from megasdc.ops.golden.result import judge_reports
 from megasdc.ops.golden.watched_ranks import RankReport, watch_ranks
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden.file import Golden, save_golden
+from megasdc.sdc.golden import Golden, save_golden
 
 HEADER = {"layout": {"tensor": 2, "pipeline": 1, "data": 1}, "config": {}}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.common.errors import TraceError
-from megasdc.sdc.golden.sealed import read_members, read_sealed_header, write_sealed
+from megasdc.sdc.golden import read_members, read_sealed_header, write_sealed
 
 
 def test_a_compressed_member_is_not_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from megasdc.config.sections.megasdc import TraceSection
 from megasdc.ops.golden.result import judge_reports
 from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden_compare import (
+from megasdc.sdc.golden import (
     AFFECTED,
     DIVERGENT,
     HEALTHY,

@@ -1,1 +1,0 @@
-"""Golden traces: their files, for which machines they hold, and what follows where a rank differs from one."""
