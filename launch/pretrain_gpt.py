@@ -36,7 +36,7 @@ def main() -> NoReturn:
     from megasdc.common.program import refuse_pipes
     from megasdc.ops.launch.orphans import follow_parent
     from megasdc.ops.launch.records import write_done, write_started
-    from megasdc.parallel.identity import NODE_RANK_VARIABLE
+    from megasdc.parallel.rendezvous import NODE_RANK_VARIABLE
     from megasdc.pretrain import pretrain
 
     refuse_pipes()

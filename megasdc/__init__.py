@@ -20,7 +20,7 @@ for _message in (
 _PUBLIC = {
     "attach": "megasdc.guarded",
     "check_settings": "megasdc.attached.attach",
-    "Field": "megasdc.parallel.step_agreement",
+    "Field": "megasdc.parallel.collectives",
     "GradientHook": "megasdc.optim.hooks",
     "GradientPart": "megasdc.optim.hooks",
     "Hook": "megasdc.engine.hooks",

@@ -15,20 +15,17 @@ from megasdc.config.sections.model import ffn_width
 from megasdc.config.sections.study import StudySection
 from megasdc.engine.hooks import Hook, Slot
 from megasdc.engine.step_times import StepTimes
-from megasdc.faults.stored import StateFaults
 from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes
 from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.parallel.replica_world import ReplicaWorld
+from megasdc.parallel.dims import ReplicaWorld
 from megasdc.train.detection.build import build_detection, build_search, watches_of
 from megasdc.train.detection.chain import Chain
 from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
 from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.detection.step_checker import StepChecker
-from megasdc.train.drop_compute import DropCompute
-from megasdc.train.faults import FaultDrill
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.process.folder_locks import FolderWatch
 from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
@@ -45,11 +42,14 @@ from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
 from megasdc.train.user_hooks import build_user_hooks, refuse_shared_names
 
 if TYPE_CHECKING:
+    from megasdc.faults.drill import FaultDrill
+    from megasdc.faults.stored import StateFaults
     from megasdc.lab.studies.hook import Study
     from megasdc.ops.archive.hook import Archiver
     from megasdc.ops.health.hooks.links import LinkPings
     from megasdc.ops.health.hooks.progress import Health
     from megasdc.ops.health.hooks.stragglers import StragglerWatch
+    from megasdc.train.drop_compute import DropCompute
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,11 @@ class Line:
 
 def _state_faults(built: Built) -> StateFaults | None:
     injector = built.start.injection.injector
-    return None if injector is None else StateFaults(built.start.run.engine, injector)
+    if injector is None:
+        return None
+    from megasdc.faults.stored import StateFaults
+
+    return StateFaults(built.start.run.engine, injector)
 
 
 ORDER = (
@@ -317,7 +321,7 @@ def _build(start: Start) -> Built:
     writer = build_writer(start.config, run)
     recording = _recording(start, writer, study)
     interval = sections.logging.interval
-    drop = DropCompute(sections.drop_compute, run, writer, interval) if sections.drop_compute.enabled else None
+    drop = _drop_compute(start, writer)
     times, slow = _times_and_stragglers(start, drop, writer)
     specs = sections.optimizer_hooks
     bounds = GradientBounds(specs, run, interval, writer) if specs else None
@@ -340,6 +344,15 @@ def _build(start: Start) -> Built:
         reporter=_reporter(start, writer),
         archiver=_archiver(start, writer),
     )
+
+
+def _drop_compute(start: Start, writer: MetricsWriter | None) -> DropCompute | None:
+    section = start.sections.drop_compute
+    if not section.enabled:
+        return None
+    from megasdc.train.drop_compute import DropCompute
+
+    return DropCompute(section, start.run, writer, start.sections.logging.interval)
 
 
 def _stop_watch(start: Start) -> StopWatch:
@@ -500,6 +513,8 @@ def _fault_drill(start: Start) -> FaultDrill | None:
     drills, sections = start.injection, start.sections
     if not (sections.faults or sections.process_faults):
         return None
+    from megasdc.faults.drill import FaultDrill
+
     return FaultDrill(drills.injector, drills.process_faults, checkpoint_folder(start.config), start.run.host_group)
 
 

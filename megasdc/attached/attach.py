@@ -48,7 +48,7 @@ from megasdc.config.sections.guard import GuardSettings
 from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.devices import device_uuid
+from megasdc.parallel.groups import device_uuid
 from megasdc.sdc.finding import Finding, Suspects, describe_ruling, device_name, gather_places
 from megasdc.sdc.incident import Environment, Script, write_incident
 from megasdc.sdc.trace import Trace

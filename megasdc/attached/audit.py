@@ -26,8 +26,7 @@ from megasdc.attached.record import ROOT, ResultRecorder
 from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import PARAMETER, WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
-from megasdc.parallel.agreement import Agreed, compare_replicas
-from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.collectives import Agreed, compare_replicas, gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult, gather_traces
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.golden import machine_key

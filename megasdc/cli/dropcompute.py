@@ -115,7 +115,7 @@ def _simulations(options: SimulateOptions) -> tuple[DelayEnvironment, list[Simul
     """What is simulated; a number that was not given is that of the recorded latencies, or the default."""
     from megasdc.distributions.kinds import RecordedDelay, Resampled
     from megasdc.distributions.trace import load_latencies
-    from megasdc.dropcompute.search import DropRule
+    from megasdc.dropcompute.threshold import DropRule
     from megasdc.lab.planning.environment import DelayEnvironment, parse_delay
     from megasdc.lab.planning.simulate import Simulation
 
@@ -209,7 +209,7 @@ def convergence(
     The bound is on the expected squared norm of the loss's gradient, averaged over samples. Samples that are made up
     for by extra steps restore it.
     """
-    from megasdc.dropcompute.formulas import extra_steps_share, gradient_norm_bound
+    from megasdc.dropcompute.threshold import extra_steps_share, gradient_norm_bound
 
     planned = steps * batch
     given_up = planned * (1 - drop_rate)

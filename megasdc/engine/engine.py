@@ -32,8 +32,8 @@ from megasdc.engine.schedules import (
 )
 from megasdc.model.randomness import DropoutStreams
 from megasdc.optim.zero1 import StepControl, accumulated_gradient, gradients_set_aside, scale_gradients
+from megasdc.parallel.collectives import StepAgreement
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.step_agreement import StepAgreement
 
 _OF_NEXT = (schedule.LoadMicroBatch, schedule.RecvActivation, schedule.ForwardPass)
 """Instructions of the micro-batch that this stage starts next."""

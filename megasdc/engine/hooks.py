@@ -11,8 +11,8 @@ from typing import Any
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.events import EventLog
+from megasdc.parallel.collectives import Field, StepAgreement
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.step_agreement import Field, StepAgreement
 
 
 def _nothing(_phase: str) -> None:

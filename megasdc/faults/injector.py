@@ -1,14 +1,15 @@
 """Fault injection into tensors, with a record of every change: the ground truth that detectors are scored against.
 
-Changes to the elements that a fault hits: bits on integer views, values by arithmetic in fp64.
-
-Choice of the elements that a fault hits: row-major indices, the same on every device.
+Steps in which a fault fires, its random numbers and the elements that it hits are stateless functions of seeds and
+addresses; indices are row-major, the same on every device. Bits are changed on integer views, values by arithmetic in
+fp64. ``why_unfired`` has the reasons why armed faults never fired.
 """
 
 from __future__ import annotations
 
 import math
 import socket
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,102 @@ from torch import Tensor
 
 from megasdc.common.addresses import PHASES, Address
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.faults import BIT_KINDS, TOKENS, FaultSpec, fault_spec_problems, place_problems
-from megasdc.faults.schedule import Draws, in_steps, is_here
+from megasdc.config.sections.faults import (
+    BIT_KINDS,
+    FAULT_PHASES,
+    TOKENS,
+    FaultPlace,
+    FaultSpec,
+    fault_spec_problems,
+    place_problems,
+)
+from megasdc.model.randomness import mix
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bits import as_bits, bit_layout, element_bits
 from megasdc.tensors.permuted import as_matrix, is_permuted
+
+_FIRE, _BURST, _ELEMENTS, _SAME = range(4)
+"""Purpose of a draw, part of its key; keeps draws for different purposes independent."""
+
+
+def is_here(spec: FaultPlace, dims: ParallelDims, host: str) -> bool:
+    """Whether a spec applies to this rank."""
+    wanted = (spec.rank, spec.replica, spec.stage, spec.tensor_rank)
+    place = (dims.rank, dims.dp_rank, dims.pp_rank, dims.tp_rank)
+    return all(want is None or want == here for want, here in zip(wanted, place, strict=True)) and (
+        spec.host is None or fnmatchcase(host, spec.host)
+    )
+
+
+def in_steps(spec: FaultPlace, step: int, micro_batch: int | None) -> bool:
+    """Whether a spec applies to this step and micro-batch."""
+    first, last = spec.steps
+    assert first is not None, "checked when the configuration was read"
+    if step < first or (last is not None and step > last):
+        return False
+    return spec.micro_batches is None or micro_batch is None or micro_batch in spec.micro_batches
+
+
+class Draws:
+    """Random draws of one spec on one rank.
+
+    Args:
+        index: of the spec in its list.
+        rank: global rank.
+    """
+
+    def __init__(self, spec: FaultSpec, index: int, rank: int) -> None:
+        self._spec = spec
+        self._own = (spec.seed, index, rank)
+        self._shared = (spec.seed, rank)
+
+    def fires(self, step: int, micro_batch: int | None, name: str, call: int) -> bool:
+        """Whether the spec fires at one matching result.
+
+        Args:
+            step: optimizer step, first is 1.
+            micro_batch: micro-batch in the step, or None.
+            name: names the tensor.
+            call: how often this address occurred before in this step.
+        """
+        spec = self._spec
+        if spec.burst is not None and not self._in_burst(step):
+            return False
+        if spec.probability >= 1.0:
+            return True
+        return _uniform(*self._own, _FIRE, *self._address(step, micro_batch, name), call) < spec.probability
+
+    def _in_burst(self, step: int) -> bool:
+        burst, first = self._spec.burst, self._spec.steps[0]
+        assert burst is not None and first is not None
+        starts = range(max(first, step - burst.length + 1), step + 1)
+        return any(_uniform(*self._own, _BURST, start) < burst.probability for start in starts)
+
+    def generator(self, step: int, micro_batch: int | None, name: str, call: int) -> np.random.Generator:
+        """Generator of elements, bits and noise of one firing; the same at every firing with ``same_elements``.
+
+        The arguments are those of ``fires``.
+        """
+        if self._spec.same_elements:
+            seed = mix(*self._shared, _SAME, _hash(name))
+        else:
+            seed = mix(*self._own, _ELEMENTS, *self._address(step, micro_batch, name), call)
+        return np.random.Generator(np.random.PCG64(seed))
+
+    def _address(self, step: int, micro_batch: int | None, name: str) -> tuple[int, ...]:
+        phase = FAULT_PHASES.index(self._spec.phase)
+        return step, -1 if micro_batch is None else micro_batch, phase, _hash(name)
+
+
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _uniform(*key: int) -> float:
+    """A number in [0, 1) that depends on the key only."""
+    return mix(*key) / 2**63
+
 
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -462,3 +553,27 @@ def harmed_submodules(specs: Sequence[FaultSpec], submodules: Sequence[Submodule
     """
     patterns = {spec.submodule for spec in specs if spec.phase in PHASES}
     return [one for one in submodules if any(fnmatchcase(one.fqn, pattern) for pattern in patterns)]
+
+
+def why_unfired(spec: FaultSpec, tallies: Sequence[Tally]) -> str | None:
+    """The reason why a spec changed nothing in a whole run, as far as it is known, from the tallies of all ranks.
+
+    Returns:
+        None if some bit was changed on some rank.
+    """
+    if any(tally.changed for tally in tallies):
+        return None
+    here = [tally for tally in tallies if tally.here]
+    if not here:
+        return "no rank matches its rank, replica, stage, tensor rank and host"
+    if not any(tally.wide for tally in here):
+        return f"the model is narrower than min_hidden_size {spec.min_hidden_size}"
+    seen, due, fired = (sum(getattr(tally, name) for tally in here) for name in ("seen", "due", "fired"))
+    if not seen:
+        return f"no result of phase {spec.phase} that fits came in its steps and micro-batches on its ranks"
+    if not due:
+        return f"its probability and bursts never made it fire at {seen} results that fit"
+    if fired:
+        return f"it fired {fired} times, but the chosen bits already had their values"
+    reasons = sum((tally.reasons for tally in here), Counter[str]())
+    return f"it was due {due} times: {'; '.join(reasons) or 'no reason was kept'}"

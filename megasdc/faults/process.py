@@ -14,7 +14,7 @@ import torch
 from megasdc.config.sections.faults import ProcessFaultSpec
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
-from megasdc.faults.schedule import in_steps, is_here
+from megasdc.faults.injector import in_steps, is_here
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)

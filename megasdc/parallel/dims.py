@@ -1,4 +1,4 @@
-"""Coordinates of a rank in the (tensor, pipeline, data) layout: pure arithmetic.
+"""Coordinates of a rank in the (tensor, pipeline, data) layout, and in a launch of several runs: pure arithmetic.
 
 Ranks are numbered with tensor fastest, then data, then pipeline: the order of DeepSpeed's
 ``PipeModelDataParallelTopology`` and of Megatron-core's ``order="tp-cp-ep-dp-pp"``, so that both libraries' groups are
@@ -7,6 +7,7 @@ the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 
@@ -90,3 +91,53 @@ class ParallelDims:
 
     def __str__(self) -> str:
         return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"
+
+
+@dataclass(frozen=True)
+class ReplicaWorld:
+    """A launch cut into runs of equally many consecutive ranks, and the position of one rank.
+
+    Args:
+        replicas: number of runs.
+        launch_size: ranks of the launch, a multiple of ``replicas``.
+    """
+
+    replicas: int
+    launch_rank: int
+    launch_size: int
+
+    def __post_init__(self) -> None:
+        if self.launch_size % self.replicas or not 0 <= self.launch_rank < self.launch_size:
+            raise ValueError(
+                f"rank {self.launch_rank} of {self.launch_size} has no place in {self.replicas} equal parts"
+            )
+
+    @classmethod
+    def from_environment(cls, replicas: int, environ: Mapping[str, str]) -> ReplicaWorld:
+        """The position given by the launcher's variables.
+
+        Args:
+            replicas: number of runs.
+            environ: with RANK and WORLD_SIZE of the launch.
+        """
+        return cls(replicas, int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one run."""
+        return self.launch_size // self.replicas
+
+    @property
+    def replica(self) -> int:
+        """Index of the run."""
+        return self.launch_rank // self.world_size
+
+    @property
+    def rank(self) -> int:
+        """Rank in that run; equal ranks of all runs have equal coordinates in the layout."""
+        return self.launch_rank % self.world_size
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for torch and DeepSpeed; the device still follows LOCAL_RANK of the launch."""
+        return {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size)}

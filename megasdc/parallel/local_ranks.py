@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.common.host import shared_folder
-from megasdc.parallel.identity import AGENT_STORE_VARIABLE
-from megasdc.parallel.stores import (
+from megasdc.parallel.rendezvous import (
+    AGENT_STORE_VARIABLE,
     LOOPBACK,
     MEETING_VARIABLE,
     SECRET_FILE,

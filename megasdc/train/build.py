@@ -41,14 +41,11 @@ from megasdc.events import EventLog
 from megasdc.model.compiled import require_compiler
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.devices import device_uuid
-from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.dims import ParallelDims, ReplicaWorld
+from megasdc.parallel.groups import device_uuid
 from megasdc.parallel.rendezvous import AskedRanks
-from megasdc.parallel.replica_world import ReplicaWorld
 from megasdc.train.build_engine import build_training_engine, check_memory_here
-from megasdc.train.delays import DelayReport
 from megasdc.train.detection.build import detects
-from megasdc.train.faults import build_injector, build_process_faults
 from megasdc.train.process.cpu import prepare_cpu
 from megasdc.train.process.folder_locks import hold_folders
 from megasdc.train.process.isolation import SurvivingRanks
@@ -372,6 +369,11 @@ def _own_folders(config: RunConfig) -> list[Path]:
 
 
 def _build_injection(sections: MegasdcSection, run: Run) -> Injection:
+    if not (sections.faults or sections.process_faults or sections.delay):
+        return Injection(None, None, None)
+    from megasdc.faults.delay import DelayReport
+    from megasdc.faults.drill import build_injector, build_process_faults
+
     return Injection(
         build_injector(sections, run),
         build_process_faults(sections, run),

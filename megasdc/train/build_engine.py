@@ -26,8 +26,8 @@ from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.zero1 import parameter_groups
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.devices import device_index, ranks_on_device
 from megasdc.parallel.dims import ParallelDims
+from megasdc.parallel.groups import device_index, ranks_on_device
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 from megasdc.train.memory_step import HOST_BUCKET_ELEMENTS
 from megasdc.train.process.startup import StartClock

@@ -22,18 +22,34 @@ from megasdc.config.sections.drop_compute import (
     DropComputeSection,
     largest_batch,
 )
-from megasdc.dropcompute.compensation import TOLERANCE, WorkBalance, expected_steps, extra_steps
-from megasdc.dropcompute.decisions import ClockDecisions, DecisionLog, ReplayedDecisions, StepDecisions, read_decisions
-from megasdc.dropcompute.gate import ReplicaGate, new_replica_group, replica_ranks
-from megasdc.dropcompute.recent import RecentSteps, SlowReplica
-from megasdc.dropcompute.time_log import TimeLog
-from megasdc.dropcompute.tuning import TimeWindow, Tuning, tune, tune_larger_batch
+from megasdc.dropcompute.gate import (
+    ClockDecisions,
+    DecisionLog,
+    RecentSteps,
+    ReplayedDecisions,
+    ReplicaGate,
+    SlowReplica,
+    StepDecisions,
+    TimeLog,
+    new_replica_group,
+    read_decisions,
+    replica_ranks,
+)
+from megasdc.dropcompute.tuning import (
+    TOLERANCE,
+    TimeWindow,
+    Tuning,
+    WorkBalance,
+    expected_steps,
+    extra_steps,
+    tune,
+    tune_larger_batch,
+)
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.step_agreement import Field
+from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.train.process.garbage import CollectionTimer
 
 logger = logging.getLogger(__name__)

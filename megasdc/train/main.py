@@ -24,7 +24,7 @@ from megasdc.config.load import RunConfig, load_config
 from megasdc.config.replica import replica_config
 from megasdc.config.sections.study import StudySection
 from megasdc.events import EventLog
-from megasdc.parallel.replica_world import ReplicaWorld
+from megasdc.parallel.dims import ReplicaWorld
 from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.process.late_compile import compiled_when_called
 from megasdc.train.process.library_lines import LibraryLines

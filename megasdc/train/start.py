@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megasdc.checkpoint.fence import Fence
 from megasdc.common.run_lock import RunLock
@@ -17,13 +17,15 @@ from megasdc.data.manifest import Manifest
 from megasdc.data.step_batches import StepBatches
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import TimeSplit
-from megasdc.faults.injector import Injector
-from megasdc.faults.process import ProcessFaults
-from megasdc.parallel.replica_world import ReplicaWorld
-from megasdc.train.delays import DelayReport
+from megasdc.parallel.dims import ReplicaWorld
 from megasdc.train.process.isolation import SurvivingRanks
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.process.startup import StartClock
+
+if TYPE_CHECKING:
+    from megasdc.faults.delay import DelayReport
+    from megasdc.faults.injector import Injector
+    from megasdc.faults.process import ProcessFaults
 
 
 class SharedLaunch(Protocol):

@@ -14,8 +14,7 @@ from megasdc.common import durable as room
 from megasdc.common.errors import NonFiniteError, StorageError
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
-from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.step_agreement import MIN, Field
+from megasdc.parallel.collectives import MIN, Field, gather_objects
 from megasdc.train.process.signals import StopSignals
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ VALUES = [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 def _compare(wrong: int | None, value: int, other: int) -> Any:
     import torch.distributed as dist
 
-    from megasdc.parallel.agreement import compare_replicas
+    from megasdc.parallel.collectives import compare_replicas
     from megasdc.parallel.dims import ParallelDims
 
     dims = ParallelDims(2, 1, 2, dist.get_rank())

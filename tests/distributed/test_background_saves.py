@@ -21,7 +21,7 @@ from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.determinism import capture_rng
 from megasdc.events import EventLog, read_events
-from megasdc.parallel.step_agreement import StepAgreement
+from megasdc.parallel.collectives import StepAgreement
 
 
 class Beside:

@@ -11,7 +11,7 @@ import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.data.position import Order, position_for
-from megasdc.dropcompute.search import search_recorded
+from megasdc.dropcompute.threshold import search_recorded
 from megasdc.dropcompute.tuning import RecordedSteps
 
 pytestmark = pytest.mark.distributed

@@ -26,7 +26,7 @@ from whole_runs import (
 )
 
 from megasdc.data.dataset import TokenDataset
-from megasdc.dropcompute.decisions import ClockDecisions
+from megasdc.dropcompute.gate import ClockDecisions
 
 pytestmark = pytest.mark.distributed
 

@@ -27,8 +27,7 @@ from tiny import GPT, LLAMA, SEQUENCE, VOCAB, GradientTap, make_engine
 
 from megasdc.config.sections.megasdc import ParallelSection
 from megasdc.config.sections.model import ModelSection
-from megasdc.dropcompute.decisions import ClockDecisions
-from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
+from megasdc.dropcompute.gate import ClockDecisions, ReplicaGate, new_replica_group
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.step_times import StepRecord, StepTimes
 from megasdc.model.pipeline import build_pipeline

@@ -31,7 +31,7 @@ from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, find_in_memory, restore
 from megasdc.common.errors import CheckpointError
 from megasdc.determinism import capture_rng, restore_rng
-from megasdc.parallel.step_agreement import StepAgreement
+from megasdc.parallel.collectives import StepAgreement
 
 RUN = "run"
 

@@ -62,8 +62,7 @@ def check_sum(*, is_signed: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from megasdc.parallel.identity import Identity
-    from megasdc.parallel.rendezvous import meet
+    from megasdc.parallel.rendezvous import Identity, meet
 
     size = int(os.environ["WORLD_SIZE"])
     store = meet(Identity.own(RANK, size, None), 60.0)  # kept: torch keeps only a part of it
@@ -79,7 +78,7 @@ def check_sum(*, is_signed: bool) -> None:
 def check_secret() -> None:
     """All ranks have the same, which their environment has not, and the store listens at the master's address alone."""
     from megasdc.parallel.collectives import gather_objects
-    from megasdc.parallel.stores import launch_secret
+    from megasdc.parallel.rendezvous import launch_secret
 
     secrets, port = gather_objects(launch_secret()), f":{int(os.environ['MASTER_PORT']):04X}"
     assert len(set(secrets)) == 1 and secrets[0] and secrets[0].hex() not in str(os.environ)

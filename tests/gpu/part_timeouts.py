@@ -93,7 +93,7 @@ def nccl_pair(rank: int, folder: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    from megasdc.parallel.stores import folder_store
+    from megasdc.parallel.rendezvous import folder_store
 
     torch.cuda.set_device(0)
     store = folder_store(Path(folder))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.observer import Observer
-from megasdc.parallel.step_agreement import Field, StepAgreement
+from megasdc.parallel.collectives import Field, StepAgreement
 from tools.bench.statistics import Block, Cost
 
 

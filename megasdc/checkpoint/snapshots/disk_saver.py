@@ -39,8 +39,8 @@ from megasdc.checkpoint.snapshots.capture import capture_engine
 from megasdc.checkpoint.snapshots.messages import Act, StoredFile, StoreTask, TaskResult
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.writer_process import WriterProcess
+from megasdc.parallel.collectives import MIN, Field, StepAgreement
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.step_agreement import MIN, Field, StepAgreement
 
 logger = logging.getLogger(__name__)
 

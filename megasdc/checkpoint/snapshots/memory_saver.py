@@ -28,8 +28,8 @@ from megasdc.checkpoint.snapshots.messages import Join, Listen, StoreTask, TaskR
 from megasdc.checkpoint.snapshots.partner import partner_of
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.writer_process import POLL_S, WriterProcess
+from megasdc.parallel.collectives import MIN, Field
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.step_agreement import MIN, Field
 
 logger = logging.getLogger(__name__)
 

@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.dropcompute.formulas import (
+from megasdc.dropcompute.threshold import (
+    Curve,
+    DropRule,
     exact_longest,
     expected_completed,
     expected_longest,
     expected_speedup,
     extra_steps_share,
+    make_curve,
+    micro_batch_times,
     published_speedup,
 )
-from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.dropcompute.search import Curve, DropRule, make_curve
 from megasdc.lab.planning.environment import DelayEnvironment
 
 _CHUNK = 1 << 20

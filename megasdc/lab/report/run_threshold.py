@@ -1,6 +1,6 @@
 """The compute threshold that would have been best for the steps that a run recorded.
 
-The search is that of a running job (``megasdc.dropcompute.search.search_recorded``), on steps without dropped
+The search is that of a running job (``megasdc.dropcompute.threshold.search_recorded``), on steps without dropped
 micro-batches: times that a threshold cut short do not show the time that was needed.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megasdc.common.errors import DataError
 from megasdc.config.sections.drop_compute import ELAPSED, PREDICTIVE, DropComputeSection
-from megasdc.dropcompute.search import Curve, Threshold, search_recorded
+from megasdc.dropcompute.threshold import Curve, Threshold, search_recorded
 from megasdc.dropcompute.tuning import expected_times_s, measured_communication_s
 from megasdc.lab.report.step_times import StepTimesOfRun
 

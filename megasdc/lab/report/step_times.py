@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError
-from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
+from megasdc.dropcompute.gate import STEP_TIMES_FOLDER
 
 OnProgress = Callable[[str, int, int], None]
 _LAYOUT_BEGIN = '{"kind": "layout"'

@@ -60,9 +60,8 @@ from megasdc.ops.run_folder.study_log import STUDY_FOLDER, WHOLE, StudyLog
 from megasdc.optim.zero1 import Fragment, counts_here, master_partitions, owned_fragments
 from megasdc.parallel import groups, rendezvous
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.identity import Identity
-from megasdc.parallel.replica_world import ReplicaWorld
-from megasdc.parallel.stores import prefix_store
+from megasdc.parallel.dims import ReplicaWorld
+from megasdc.parallel.rendezvous import Identity, prefix_store
 from megasdc.tensors.bits import as_bits, count_flips
 from megasdc.train.detection.observe import Watch
 

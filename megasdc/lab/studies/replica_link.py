@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.parallel.replica_world import ReplicaWorld
-from megasdc.parallel.stores import check_size, launch_secret, sign, verified_value
+from megasdc.parallel.dims import ReplicaWorld
+from megasdc.parallel.rendezvous import check_size, launch_secret, sign, verified_value
 
 T = TypeVar("T")
 _HEADER_BYTES = 8

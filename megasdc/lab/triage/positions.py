@@ -21,7 +21,7 @@ from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data.loader import SampleStream
 from megasdc.data.position import Position, position_for
 from megasdc.data.step_positions import StepWork, advance
-from megasdc.dropcompute.decisions import DECISIONS_FILE, StepDecisions
+from megasdc.dropcompute.gate import DECISIONS_FILE, StepDecisions
 from megasdc.lab.triage.history import RunHistory
 from megasdc.lab.triage.step_settings import StepSettings
 

@@ -21,7 +21,7 @@ from megasdc.data.manifest import TOKENIZER_FOLDER, Manifest
 from megasdc.data.origins import DocumentOrigins
 from megasdc.data.step_positions import StepWork, planned_positions
 from megasdc.data.tokenizer import Tokenizer, load_tokenizer
-from megasdc.dropcompute.decisions import DECISIONS_FILE, StepDecisions, read_decisions
+from megasdc.dropcompute.gate import DECISIONS_FILE, StepDecisions, read_decisions
 from megasdc.lab.triage.history import RunHistory, RunStart, read_history
 from megasdc.lab.triage.positions import RunPast, follow_positions
 from megasdc.lab.triage.step_settings import settings_of_starts

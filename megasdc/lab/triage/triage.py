@@ -32,7 +32,7 @@ from megasdc.common.errors import (
 )
 from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.dropcompute.decisions import DECISIONS_FILE, DecisionLog, StepDecisions
+from megasdc.dropcompute.gate import DECISIONS_FILE, DecisionLog, StepDecisions
 from megasdc.lab.traces.traces import RunTraces, TraceReport, compare_traces_of_runs, load_traces
 from megasdc.lab.triage.positions import RunPast
 from megasdc.lab.triage.step_data import StepData, Wanted, data_of_run, read_past

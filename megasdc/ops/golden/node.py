@@ -26,10 +26,8 @@ from megasdc.ops.golden.library import choose_golden
 from megasdc.ops.golden.result import VerifyResult, judge_reports
 from megasdc.ops.golden.verify import Progress, golden_threads, layout_size
 from megasdc.ops.golden.watched_ranks import REPORT_S, CellRank, RankReport, watch_ranks
-from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, local_rank_environment
-from megasdc.parallel.rendezvous import join_store
-from megasdc.parallel.stores import MEETING_VARIABLE
+from megasdc.parallel.rendezvous import MEETING_VARIABLE, Identity, join_store
 from megasdc.sdc.golden import header_digest, load_header
 
 START_S = 300.0

@@ -56,7 +56,7 @@ from megasdc.ops.launch.verdict import (
     read_met,
 )
 from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
-from megasdc.parallel.stores import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
+from megasdc.parallel.rendezvous import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
 
 LOCAL_ADDRESS = "127.0.0.1"
 """Where all ranks are on this host."""

@@ -41,7 +41,7 @@ from megasdc.ops.launch.rank import RankCommand
 from megasdc.ops.launch.records import read_done, records_dir, write_ended
 from megasdc.ops.launch.verdict import describe_code
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE
-from megasdc.parallel.stores import PRIVATE_VARIABLE
+from megasdc.parallel.rendezvous import PRIVATE_VARIABLE
 
 LOGS = pop_folder_option(sys.argv)
 with ends_at_launch_error(), own_lines_to(LOGS, sys.argv):

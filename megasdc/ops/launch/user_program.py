@@ -32,7 +32,7 @@ from megasdc.ops.health.program_health import ProgramHealth
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE, follow_parent, launcher_has_gone
 from megasdc.ops.launch.plan import SLOTS_VARIABLE
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, left_buffers, write_done, write_started
-from megasdc.parallel.stores import on_one_address
+from megasdc.parallel.rendezvous import on_one_address
 
 logger = logging.getLogger(__name__)
 

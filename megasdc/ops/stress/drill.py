@@ -19,9 +19,7 @@ from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
 from megasdc.config.fault_profiles import expand_faults
 from megasdc.config.sections.faults import CHECKPOINT, TOKENS, FaultSpec, fault_spec_problems, place_problems
-from megasdc.faults.injector import Injector, Tally
-from megasdc.faults.schedule import in_steps
-from megasdc.faults.unfired import why_unfired
+from megasdc.faults.injector import Injector, Tally, in_steps, why_unfired
 from megasdc.parallel.dims import ParallelDims
 
 ALONE = ParallelDims(1, 1, 1)

@@ -88,7 +88,7 @@ class Slot:
         and its values are signed with a secret, which travels as tasks and answers do.
         """
         from megasdc.parallel.local_ranks import LocalMeeting
-        from megasdc.parallel.stores import new_secret, serve_store
+        from megasdc.parallel.rendezvous import new_secret, serve_store
 
         if task["towards"] is None:
             self._meeting = LocalMeeting()
@@ -100,7 +100,7 @@ class Slot:
     def collectives(self, task: dict[str, Any]) -> dict[str, Any]:
         """A ``round`` of collectives as a ``rank`` of ``ranks`` that meet in ``folder`` or at ``host`` and ``port``."""
         from megasdc.ops.stress.collectives import Group, check_group
-        from megasdc.parallel.stores import signed_store, unsigned_store
+        from megasdc.parallel.rendezvous import signed_store, unsigned_store
 
         # Kept until the end: the others use what rank 0 holds.
         own, self._store = (self._store if task["rank"] == 0 else None), None
@@ -124,7 +124,7 @@ class Slot:
         """The store of a group of which this process is not the first, or all processes of this host."""
         import torch.distributed as dist
 
-        from megasdc.parallel.stores import folder_store
+        from megasdc.parallel.rendezvous import folder_store
 
         limit = datetime.timedelta(seconds=self._timeout_s / 2)
         if "folder" in task:

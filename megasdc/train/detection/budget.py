@@ -21,7 +21,7 @@ from typing import NamedTuple
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.parallel.step_agreement import MAX, MIN, Field
+from megasdc.parallel.collectives import MAX, MIN, Field
 from megasdc.sdc.cost import MOST_EVERY, Cadence, TimeShares, choose_cadence
 from megasdc.train.detection.coverage import CheckPlan
 

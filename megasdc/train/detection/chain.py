@@ -39,8 +39,7 @@ from megasdc.optim.zero1 import (
     owned_fragments,
     start_digests,
 )
-from megasdc.parallel.agreement import Agreed
-from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.collectives import Agreed, gather_objects
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, RankVerdict
 from megasdc.tensors.bits import as_bits

@@ -23,7 +23,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.model.submodules import list_submodules
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.zero1 import BLOCK, norms_have_equal_bits, owned_fragments
-from megasdc.parallel.agreement import compare_replicas
+from megasdc.parallel.collectives import compare_replicas
 from megasdc.sdc.cost import (
     FP32_BYTES,
     Asked,

@@ -18,8 +18,7 @@ from megasdc.config.sections.detection import EXTRA, TRAINING, SdcSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.engine.observer import Listener
-from megasdc.parallel.agreement import Agreed
-from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.collectives import Agreed, gather_objects
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.finding import Finding, Suspects, describe_ruling
 from megasdc.sdc.golden import AFFECTED, DIVERGENT

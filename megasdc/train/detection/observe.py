@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.observer import Listener, Observer
-from megasdc.faults.injector import Injector, harmed_submodules
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.tracer import Tracer
+
+if TYPE_CHECKING:
+    from megasdc.faults.injector import Injector
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class ObserverSwitch(Hook):
 
 def watch_for_faults(injector: Injector, engine: TrainingEngine) -> Watch:
     """The watch of fault injection: submodules that some spec may hit on some rank, in every step."""
+    from megasdc.faults.injector import harmed_submodules
+
     names = frozenset(one.fqn for one in harmed_submodules(injector.specs, list_submodules(engine.module)))
     return Watch(injector, lambda step: names, harms=True)
 

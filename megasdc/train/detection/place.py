@@ -16,8 +16,7 @@ from megasdc.common.addresses import FORWARD, Address
 from megasdc.data.position import Order, Position
 from megasdc.data.step_positions import StepWork, advance
 from megasdc.engine.hooks import Run
-from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.step_agreement import Field
+from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.train.detection.tokens import BATCH
 
 SLOT = "consumed"

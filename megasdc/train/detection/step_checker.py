@@ -31,8 +31,7 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.schedules import StageReplay
 from megasdc.model.submodules import list_submodules
-from megasdc.parallel.agreement import Agreed, compare_replicas
-from megasdc.parallel.step_agreement import Field
+from megasdc.parallel.collectives import Agreed, Field, compare_replicas
 from megasdc.sdc.audits import PermutableOps, PermutedResult
 from megasdc.sdc.cost import Cadence
 from megasdc.sdc.finding import Finding

@@ -27,9 +27,8 @@ from megasdc.events import EventLog
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.identity import AGENT_STORE_VARIABLE
 from megasdc.parallel.local_ranks import free_port
-from megasdc.parallel.rendezvous import MEETING_NAME_VARIABLE
+from megasdc.parallel.rendezvous import AGENT_STORE_VARIABLE, MEETING_NAME_VARIABLE
 from megasdc.train.process.own_address import own_address
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,8 @@ from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
-from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.collectives import MIN, Field, gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.step_agreement import MIN, Field
 from megasdc.train.stop import stop_without_room, where_to_go_on
 
 logger = logging.getLogger(__name__)

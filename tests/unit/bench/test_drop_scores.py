@@ -11,7 +11,7 @@ import pytest
 
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.distributions.kinds import BoundedLogNormal
-from megasdc.dropcompute.decisions import StepDecisions, read_decisions
+from megasdc.dropcompute.gate import StepDecisions, read_decisions
 from megasdc.lab.planning.environment import DelayEnvironment
 from megasdc.parallel.dims import ParallelDims
 from tools.bench.drops.cost import BAR, LayoutCost, StepCost, TimedGate

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from megasdc.config.sections.drop_compute import largest_batch
 from megasdc.distributions.kinds import BoundedLogNormal
-from megasdc.dropcompute.compensation import (
+from megasdc.dropcompute.threshold import micro_batch_times
+from megasdc.dropcompute.tuning import (
     WorkBalance,
     choose_larger_batch,
     expected_steps,
     extra_steps,
     prolong_steps,
 )
-from megasdc.dropcompute.pipeline import micro_batch_times
 from megasdc.lab.planning.environment import DelayEnvironment
 
 

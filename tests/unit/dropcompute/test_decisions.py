@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megasdc.common.errors import ConfigError
-from megasdc.dropcompute.decisions import (
+from megasdc.dropcompute.gate import (
     DECISIONS_FILE,
     ClockDecisions,
     DecisionLog,

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from megasdc.dropcompute.formulas import (
+from megasdc.dropcompute.threshold import (
     EULER_GAMMA,
     exact_cut,
     exact_longest,

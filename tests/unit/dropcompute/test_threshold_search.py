@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.dropcompute.search import DropRule, search_recorded, search_threshold
+from megasdc.dropcompute.threshold import DropRule, micro_batch_times, search_recorded, search_threshold
 from megasdc.dropcompute.tuning import expected_times_s
 
 PAPER = DropRule(min_micro_batches=0)

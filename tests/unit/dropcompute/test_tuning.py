@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.dropcompute.search import search_recorded
+from megasdc.dropcompute.threshold import search_recorded
 from megasdc.dropcompute.tuning import RecordedSteps, TimeWindow, tune
 from megasdc.engine.step_times import StepRecord
 from megasdc.parallel.dims import ParallelDims

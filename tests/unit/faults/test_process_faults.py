@@ -6,9 +6,9 @@ import pytest
 
 from megasdc.config.sections.faults import ProcessFaultSpec
 from megasdc.faults import process
+from megasdc.faults.drill import armed_text
 from megasdc.faults.process import ProcessFaults
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.faults import armed_text
 
 
 def build(specs, rank=0, **options):

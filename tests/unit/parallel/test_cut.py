@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.parallel.replica_world import ReplicaWorld
+from megasdc.parallel.dims import ReplicaWorld
 
 
 def test_every_rank_has_one_place() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megasdc.common.errors import LaunchError
-from megasdc.parallel import devices
+from megasdc.parallel import groups as devices
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ import pytest
 
 from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.parallel import local_ranks
-from megasdc.parallel.identity import Identity
 from megasdc.parallel.local_ranks import LocalMeeting, free_port, held_port, local_rank_environment
-from megasdc.parallel.rendezvous import join_store
+from megasdc.parallel.rendezvous import Identity, join_store
 
 
 def test_a_free_port_is_no_port_of_connections() -> None:
@@ -100,7 +99,7 @@ def listening(pid: int) -> set[str]:
 
 RANK = """
 import os, torch, torch.distributed as dist
-from megasdc.parallel.identity import Identity
+from megasdc.parallel.rendezvous import Identity
 from megasdc.parallel.rendezvous import meet
 rank = int(os.environ["RANK"])
 store = meet(Identity.own(rank, 2, None), 60.0)

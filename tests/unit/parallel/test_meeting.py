@@ -14,10 +14,17 @@ from test_local_ranks import listening
 
 from megasdc.common.errors import HangError, LaunchError
 from megasdc.parallel import rendezvous as meeting
-from megasdc.parallel.identity import Identity, differences
 from megasdc.parallel.local_ranks import LocalMeeting, free_port
-from megasdc.parallel.rendezvous import MEETING_NAME_VARIABLE, AskedRanks, join_store, meet
-from megasdc.parallel.stores import MEETING_VARIABLE, folder_store
+from megasdc.parallel.rendezvous import (
+    MEETING_NAME_VARIABLE,
+    MEETING_VARIABLE,
+    AskedRanks,
+    Identity,
+    differences,
+    folder_store,
+    join_store,
+    meet,
+)
 from megasdc.train.process.known_errors import as_known_error
 
 FIRST = Identity(0, 2, "launch-a", None, "runs/a", "node1", "boot pid:[1]", "0", (100, 5000))

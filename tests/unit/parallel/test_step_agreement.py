@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.parallel import step_agreement
-from megasdc.parallel.step_agreement import MIN, Field, StepAgreement
+from megasdc.parallel import collectives as step_agreement
+from megasdc.parallel.collectives import MIN, Field, StepAgreement
 
 
 class Ranks:

@@ -25,12 +25,13 @@ from megasdc.common.errors import LaunchError
 from megasdc.lab.studies.replica_link import ReplicaLink
 from megasdc.ops.launch.on_host import private
 from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
-from megasdc.parallel.identity import Identity
+from megasdc.parallel.dims import ReplicaWorld
 from megasdc.parallel.local_ranks import free_port
-from megasdc.parallel.rendezvous import AskedRanks, join_store
-from megasdc.parallel.replica_world import ReplicaWorld
-from megasdc.parallel.stores import (
+from megasdc.parallel.rendezvous import (
+    AskedRanks,
+    Identity,
     check_size,
+    join_store,
     launch_secret,
     private_folder,
     sign,
@@ -42,7 +43,7 @@ from megasdc.parallel.stores import (
 RANK = """
 import os, sys, torch.distributed as dist
 from megasdc.parallel.collectives import broadcast_object, gather_objects, gather_objects_on
-from megasdc.parallel.identity import Identity
+from megasdc.parallel.rendezvous import Identity
 from megasdc.parallel.rendezvous import meet
 rank = int(sys.argv[1])
 own = Identity(rank, 2, "launch", None, None, "n", "b", "0", (1, 1))
@@ -60,7 +61,7 @@ except Exception as error:
 STRANGER = """
 import contextlib, os, sys, time, torch.distributed as dist
 from megasdc.parallel import rendezvous
-from megasdc.parallel.identity import Identity
+from megasdc.parallel.rendezvous import Identity
 
 
 class Code:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megasdc.config.load import parse_config
 from megasdc.events import EventLog, read_events
 from megasdc.optim.zero1 import BLOCK
-from megasdc.parallel.agreement import Agreed
+from megasdc.parallel.collectives import Agreed
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.cost import Cadence, Rates, TimeShares
 from megasdc.train.detection import budget

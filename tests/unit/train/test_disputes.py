@@ -21,7 +21,7 @@ from megasdc.common.errors import CorruptionError
 from megasdc.config.load import parse_config
 from megasdc.engine.hooks import Run
 from megasdc.events import EventLog, read_events
-from megasdc.parallel.agreement import Agreed
+from megasdc.parallel.collectives import Agreed
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incident import incident_from_json

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.parallel.local_ranks import free_port
-from megasdc.parallel.stores import MEETING_VARIABLE
+from megasdc.parallel.rendezvous import MEETING_VARIABLE
 
 pytestmark = pytest.mark.timeout(60)
 PROGRAM = """
@@ -64,7 +64,7 @@ RANKS = """
 import os, sys, time
 import torch.distributed as dist
 from megasdc.parallel import rendezvous
-from megasdc.parallel.identity import Identity
+from megasdc.parallel.rendezvous import Identity
 from megasdc.train.process import signals
 def leave(code, error):
     print("left", type(error).__name__, flush=True)

@@ -18,8 +18,7 @@ from megasdc import features
 from megasdc.config.load import RunConfig
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
-from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.step_agreement import Field
+from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import Saver, WaitForSnapshots
 from megasdc.train.start import Features, Start

@@ -19,8 +19,7 @@ from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog
-from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.step_agreement import StepAgreement
+from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks

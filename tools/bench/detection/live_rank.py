@@ -22,11 +22,11 @@ from megasdc.config.sections.megasdc import TraceSection
 from megasdc.data.loader import MicroBatchLoader
 from megasdc.data.position import Position
 from megasdc.data.step_batches import StepBatches
-from megasdc.dropcompute.decisions import ReplayedDecisions, StepDecisions
-from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
+from megasdc.dropcompute.gate import ReplayedDecisions, ReplicaGate, StepDecisions, new_replica_group
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.events import Event, EventLog
+from megasdc.faults.drill import build_injector
 from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.stored import StateFaults
 from megasdc.model.submodules import list_submodules
@@ -41,7 +41,6 @@ from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
 from megasdc.train.detection.findings import EVENT_KIND
 from megasdc.train.detection.observe import ObserverSwitch, Watch, watch_for_faults
-from megasdc.train.faults import build_injector
 from megasdc.train.loop import train
 from megasdc.train.process.signals import StopSignals
 from megasdc.train.workload import Workload, workload_config

@@ -34,8 +34,7 @@ from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
-from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.step_agreement import StepAgreement
+from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.build import build_detection, build_search, watches_of
 from megasdc.train.detection.coverage import measure_rates, measure_speed, plan_checks

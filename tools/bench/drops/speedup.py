@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megasdc.dropcompute.compensation import TOLERANCE
+from megasdc.dropcompute.tuning import TOLERANCE
 from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import gather_objects
 from tools.bench.drops.options import AUTO, NEVER, DropSpeedupOptions

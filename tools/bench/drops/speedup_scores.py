@@ -17,11 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.config.sections.delay import DelaySpec
-from megasdc.dropcompute.compensation import TOLERANCE
-from megasdc.dropcompute.decisions import DECISIONS_FILE, read_decisions
-from megasdc.dropcompute.search import Curve, DropRule, search_recorded, search_threshold
-from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
-from megasdc.dropcompute.tuning import RecordedSteps
+from megasdc.dropcompute.gate import DECISIONS_FILE, STEP_TIMES_FOLDER, read_decisions
+from megasdc.dropcompute.threshold import Curve, DropRule, search_recorded, search_threshold
+from megasdc.dropcompute.tuning import TOLERANCE, RecordedSteps
 from megasdc.events import read_events
 from megasdc.faults.delay import draw_delays
 from tools.bench.drops.options import Segment

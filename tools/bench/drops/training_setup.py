@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from megasdc.config.sections.drop_compute import EXTRA_STEPS, LARGER_BATCH
 from megasdc.distributions.kinds import BoundedLogNormal
-from megasdc.dropcompute.compensation import WorkBalance, choose_larger_batch, expected_steps
-from megasdc.dropcompute.pipeline import micro_batch_times
+from megasdc.dropcompute.threshold import micro_batch_times
+from megasdc.dropcompute.tuning import WorkBalance, choose_larger_batch, expected_steps
 from megasdc.lab.planning.environment import DelayEnvironment
 from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.small.gpt import small_config

@@ -23,6 +23,8 @@ from megasdc.data.memory_stream import MemoryStream
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.events import EventLog
+from megasdc.faults.delay import DelayReport
+from megasdc.faults.drill import build_injector
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults
 from megasdc.metrics.writer import MetricsWriter
@@ -30,9 +32,7 @@ from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build import prepare_run_folder
 from megasdc.train.build_engine import build_training_engine
-from megasdc.train.delays import DelayReport
 from megasdc.train.drop_compute import DropCompute
-from megasdc.train.faults import build_injector
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.loop import train_step
 from megasdc.train.process.startup import StartClock

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.common.errors import DataError
-from megasdc.dropcompute.time_log import STEP_TIMES_FOLDER
+from megasdc.dropcompute.gate import STEP_TIMES_FOLDER
 from megasdc.lab.report.run_threshold import RunThreshold, search_run
 from megasdc.lab.report.step_times import StepTimesOfRun, load_step_times
 from megasdc.ops.run_folder.record import RunRecord

@@ -15,9 +15,8 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.limits import FIRST_STEPS
 from megasdc.ops.health.slow.report import SlowReport, Where, metrics
 from megasdc.ops.health.slow.stragglers import LONG, Place, StragglerChange, Stragglers
-from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.parallel.step_agreement import Field
 from megasdc.train.process.garbage import CollectionTimer
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import is_bf16_optimizer, master_partitions
-from megasdc.parallel.agreement import compare_replicas
-from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.collectives import compare_replicas, gather_objects
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.incident import Opinion, Outside
 from megasdc.sdc.referee.adam import AdamSettings, AdamSlice, adam_bounds, adam_step

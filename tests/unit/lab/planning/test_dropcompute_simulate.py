@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.cli import app, main
-from megasdc.dropcompute.search import DropRule, search_threshold
+from megasdc.dropcompute.threshold import DropRule, search_threshold
 from megasdc.lab.planning import simulate as module
 from megasdc.lab.planning.environment import DelayEnvironment, parse_delay
 from megasdc.lab.planning.simulate import Simulation, simulate_thresholds

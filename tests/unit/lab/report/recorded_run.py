@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.dropcompute.pipeline import micro_batch_times
+from megasdc.dropcompute.threshold import micro_batch_times
 
 
 def layout_line(replica: int, stage: int, replicas: int, stages: int, micro_batches: int) -> dict[str, Any]:

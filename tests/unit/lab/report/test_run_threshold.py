@@ -13,8 +13,7 @@ from recorded_run import append, file_of, step_line, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app, main
-from megasdc.dropcompute.pipeline import micro_batch_times
-from megasdc.dropcompute.search import search_recorded
+from megasdc.dropcompute.threshold import micro_batch_times, search_recorded
 from megasdc.lab.report.imbalance import report_times
 from megasdc.lab.report.step_times import load_step_times
 

@@ -10,7 +10,7 @@ import pytest
 from recorded_run import append, file_of, layout_line, step_line, write_run
 
 from megasdc.common.errors import DataError
-from megasdc.dropcompute.pipeline import micro_batch_times
+from megasdc.dropcompute.threshold import micro_batch_times
 from megasdc.lab.report.step_times import load_step_times
 
 

@@ -28,7 +28,7 @@ from megasdc.ops.launch.on_host import private as on_host
 from megasdc.ops.launch.rank import RankCommand, main, rank_environment
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
-from megasdc.parallel.stores import PRIVATE_VARIABLE
+from megasdc.parallel.rendezvous import PRIVATE_VARIABLE
 from megasdc.tensors import bound_host
 
 NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"

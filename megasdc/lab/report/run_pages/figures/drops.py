@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.config.sections.drop_compute import ELAPSED
-from megasdc.dropcompute.search import Curve
+from megasdc.dropcompute.threshold import Curve
 from megasdc.lab.planning.simulate import Formulas
 from megasdc.lab.report.run_pages.drops import Drops
 from megasdc.output.figure import COLOURS, Figure, Series, bars, columns_of, curve, layout, rule, scatter, told_of

@@ -1,30 +1,246 @@
-"""Search for the compute threshold with the largest effective speed-up on given latencies.
+"""DropCompute's compute threshold: the paper's closed forms, and the search for the best one on given latencies.
 
-Giladi et al., NeurIPS 2023, arXiv 2306.10598: of 200 thresholds the one whose effective speed-up (eq. 6), averaged over
-the steps of a window, is largest. Sums are exactly rounded; all else is counts, maxima and single
-operations. So every rank computes the same threshold from the same latencies, on any processor.
+Giladi et al., "DropCompute: simple and more robust distributed synchronous training via compute variance reduction",
+NeurIPS 2023, arXiv 2306.10598, section 4. N replicas compute M micro-batches a step, whose latencies are independent
+with mean mu and standard deviation s. All times are in seconds.
 
-Differences from the published code: the step then lasts min(tau, T), as in eq. 6, and not until the last completed
-micro-batch; a micro-batch that ends at tau is completed; the smallest threshold is the first at which a replica
-completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing; on a tie the largest is
-taken; the drop rate is bounded; the first ``min_micro_batches`` are protected. ``DropRule.finish`` is the rule of a
-pipeline that drains: what was started before tau counts, as in a run.
+**Closed forms**: convergence, step time, completed micro-batches and effective speed-up. The time of a replica is taken
+as normal with mean M mu and variance M s^2, and the time T of a step, without communication, is that of the slowest
+replica. Differences from the paper: the expectation of the largest of N normal values is also computed by quadrature,
+to show the error of eq. 4; so is that of min(tau, T), which eq. 6 states for one step.
+
+**Times in a pipeline**: with several stages, forwards and backwards follow 1F1B, the schedule of DeepSpeed's
+``TrainSchedule``: a stage starts its next pass once it is free and the stage before it (forward) or after it (backward)
+has ended the same one. Messages between stages take no time, and sends do not block.
+
+**Search**: of 200 thresholds the one whose effective speed-up (eq. 6), averaged over the steps of a window, is largest.
+Sums are exactly rounded; all else is counts, maxima and single operations. So every rank computes the same threshold
+from the same latencies, on any processor. Differences from the published code: the step then lasts min(tau, T), as in
+eq. 6, and not until the last completed micro-batch; a micro-batch that ends at tau is completed; the smallest threshold
+is the first at which a replica completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing;
+on a tie the largest is taken; the drop rate is bounded; the first ``min_micro_batches`` are protected.
+``DropRule.finish`` is the rule of a pipeline that drains: what was started before tau counts, as in a run.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.common.errors import ConfigError
-from megasdc.dropcompute.pipeline import micro_batch_times
+
+EULER_GAMMA = float(np.euler_gamma)
+_ERFC = np.frompyfunc(math.erfc, 1, 1)
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
+_FAR = 40.0
+"""Standard deviations beyond which the tail of a normal distribution is negligible in float64."""
+
+
+def normal_cdf(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    """Phi, the standard normal distribution function, element by element."""
+    return np.asarray(_ERFC(-np.asarray(x, dtype=np.float64) / math.sqrt(2)), dtype=np.float64) / 2
+
+
+def gradient_norm_bound(
+    samples: float, largest_batch: float, smoothness: float, noise: float, start_gap: float
+) -> tuple[float, float]:
+    """Bound on E[||grad L||^2] of SGD whose batch differs from step to step, and the learning rate that gives it.
+
+    Theorem 4.1 (eq. 2) in kind, derived here: of K ``samples`` in steps of b_i <= ``largest_batch``, a step being eta
+    times the sum of b_i gradients. A loss with ``smoothness`` (Lipschitz constant) L and gradients with variance
+    ``noise``^2 falls by at least eta b_i ||grad||^2 (1 - L eta b_i / 2) - L eta^2 b_i sigma^2 / 2 in expectation. With
+    eta <= 1 / (L b_max), summed over steps, and with D = ``start_gap``, the first loss over the least one:
+    E[||grad||^2] <= 2 D / (eta K) + L eta sigma^2, the mean over samples, so that steps weigh as their batches do.
+    What is dropped costs convergence only by the samples that it lacks: b_max is the planned batch with and without.
+    The paper's own constants are another choice of eta; both fall as 1 / sqrt(K) once K is large.
+    """
+    largest_rate = 1 / (smoothness * largest_batch)
+    free = math.sqrt(2 * start_gap / (smoothness * samples)) / noise if noise > 0 else math.inf
+    rate = min(free, largest_rate)
+    return 2 * start_gap / (rate * samples) + smoothness * rate * noise**2, rate
+
+
+def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
+    """E[T] by eq. 4: the largest of N >= 2 normal values, by the limit of extreme values.
+
+    std_s ((1 - g) Phi^-1(1 - 1/N) + g Phi^-1(1 - 1/(e N))) + mean_s, g being Euler's constant; a replica's time has the
+    mean M mu and the deviation sqrt(M) s. ValueError for one replica, for which eq. 4 is undefined.
+    """
+    if num_replicas < 2:
+        raise ValueError(f"num_replicas is {num_replicas}, needed at least 2")
+    inverse = NormalDist().inv_cdf
+    # Phi^-1(1 - p) is -Phi^-1(p), which loses no precision for small p
+    far = (1 - EULER_GAMMA) * inverse(1 / num_replicas) + EULER_GAMMA * inverse(1 / (math.e * num_replicas))
+    return mean_s - std_s * far
+
+
+def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
+    """E[T] of N >= 1 normal values by quadrature of eq. 3's distribution of the largest, Phi^N, without eq. 4's limit.
+
+    ``mean_s`` and ``std_s`` are of a replica's time.
+    """
+    return mean_s + std_s * exact_cut(num_replicas, _FAR)
+
+
+def exact_cut(num_replicas: int, cut: float) -> float:
+    """E[min(c, X)], X being the largest of N >= 1 standard normal values: c - the integral of Phi(x)^N up to c.
+
+    In standard deviations from the mean, as c; for a large c the expected largest value. Relative error below 1e-9.
+    """
+    cut = min(cut, _FAR)
+    edges = np.linspace(-_FAR, cut, 17)  # pieces, because Phi^N rises within a fraction of a standard deviation
+    half = np.diff(edges)[:, None] / 2
+    x = edges[:-1, None] + half * (1 + _NODES)
+    below, above = normal_cdf(x), normal_cdf(-x)  # the smaller of the two is precise
+    log = np.where(x < 0, np.log(np.maximum(below, 1e-300)), np.log1p(-np.minimum(above, 0.5)))
+    power = np.exp(num_replicas * log)
+    return float(cut - (half * _WEIGHTS * power).sum())
+
+
+def expected_completed(
+    thresholds_s: NDArray[np.float64], micro_batches: int, mean_s: float, std_s: float
+) -> NDArray[np.float64]:
+    """E[M~] by eq. 5, [threshold]: micro-batches that a replica completes before tau; an infinite tau: all.
+
+    The sum over m = 1..M of Phi((tau - m mu) / sqrt(m s^2)), with mu and s > 0 of one micro-batch.
+    """
+    number = np.arange(1, micro_batches + 1)
+    return normal_cdf((np.asarray(thresholds_s)[:, None] - number * mean_s) / (np.sqrt(number) * std_s)).sum(axis=1)
+
+
+def expected_speedup(
+    thresholds_s: NDArray[np.float64],
+    num_replicas: int,
+    micro_batches: int,
+    mean_s: float,
+    std_s: float,
+    communication_s: float,
+) -> NDArray[np.float64]:
+    """S_eff by eq. 6, [threshold], with E[M~] of eq. 5 and the exact expectations of T and min(tau, T).
+
+    E[M~] (E[T] + Tc) / (M (E[min(tau, T)] + Tc)), 1 without drops; mu and s > 0 are of one micro-batch, Tc >= 0 of a
+    step.
+    """
+    mean, std = micro_batches * mean_s, math.sqrt(micro_batches) * std_s
+    cut = np.array([mean + std * exact_cut(num_replicas, (tau - mean) / std) for tau in thresholds_s])
+    completed = expected_completed(thresholds_s, micro_batches, mean_s, std_s)
+    longest = exact_longest(num_replicas, mean, std)
+    return completed * (longest + communication_s) / (micro_batches * (cut + communication_s))
+
+
+def published_speedup(
+    thresholds_s: NDArray[np.float64],
+    num_replicas: int,
+    micro_batches: int,
+    mean_s: float,
+    std_s: float,
+    communication_s: float,
+) -> NDArray[np.float64]:
+    """S_eff, [threshold], as the paper plots it: eq. 6 with E[M~] of eq. 5, and E[T] of eq. 4 in place of every T.
+
+    E[M~] (E[T] + Tc) / (M (min(tau, E[T]) + Tc)). ValueError for one replica, for which eq. 4 is undefined; other
+    arguments as of ``expected_speedup``.
+    """
+    longest = expected_longest(num_replicas, micro_batches * mean_s, math.sqrt(micro_batches) * std_s)
+    completed = expected_completed(thresholds_s, micro_batches, mean_s, std_s)
+    cut = np.minimum(thresholds_s, longest)
+    return completed * (longest + communication_s) / (micro_batches * (cut + communication_s))
+
+
+def extra_steps_share(drop_rate: float) -> float:
+    """Additional steps, as a share of the planned ones, that make up for the dropped micro-batches: R / (1 - R).
+
+    0.11 for a drop rate R of 0.1, as in the paper's Table 1; infinite for 1.
+    """
+    return drop_rate / (1 - drop_rate) if drop_rate < 1 else math.inf
+
 
 Seconds = NDArray[np.float64]
+
+
+@functools.cache
+def order_of_work(micro_batches: int, stages: int) -> tuple[tuple[int, int, bool], ...]:
+    """All forwards and backwards of a replica, each after the passes that it depends on.
+
+    (stage, micro-batch, whether it is a backward), 2 M stages of them; those of one stage in 1F1B order.
+    """
+    todo = [_order_of_stage(micro_batches, stages, stage) for stage in range(stages)]
+    done: set[tuple[int, int, bool]] = set()
+    order: list[tuple[int, int, bool]] = []
+    while len(order) < 2 * micro_batches * stages:
+        for stage in range(stages):
+            while todo[stage]:
+                micro_batch, backward = todo[stage][0]
+                needed = stage + 1 if backward else stage - 1
+                if 0 <= needed < stages and (needed, micro_batch, backward) not in done:
+                    break
+                order.append((stage, micro_batch, backward))
+                done.add(order[-1])
+                todo[stage].pop(0)
+    return tuple(order)
+
+
+def _order_of_stage(micro_batches: int, stages: int, stage: int) -> list[tuple[int, bool]]:
+    ahead = min(stages - 1 - stage, micro_batches)
+    order = [(number, False) for number in range(ahead)]
+    for number in range(micro_batches - ahead):
+        order += [(ahead + number, False), (number, True)]
+    return order + [(number, True) for number in range(micro_batches - ahead, micro_batches)]
+
+
+def micro_batch_times(latencies_s: Seconds, forward_share: float, finish: bool) -> tuple[Seconds, Seconds]:
+    """Starts and ends of micro-batches, in seconds since the step began.
+
+    Args:
+        latencies_s: of forward and backward together, [replica, micro-batch, stage].
+        forward_share: of the forward in them, in [0, 1]; without effect for one stage.
+        finish: which ends are returned, see Returns.
+
+    Returns:
+        Starts on the first stage, [replica, micro-batch], which depend on no later micro-batch. Ends,
+        [replica, micro-batch]: with ``finish`` the end of the replica's step if no later one is started; else that
+        of the micro-batch if all are started.
+    """
+    _, micro_batches, stages = latencies_s.shape
+    if stages == 1:
+        ends = np.cumsum(latencies_s[:, :, 0], axis=1)
+        starts = np.zeros_like(ends)
+        starts[:, 1:] = ends[:, :-1]
+        return starts, ends
+    work = np.ascontiguousarray(latencies_s.transpose(2, 1, 0))
+    starts, ends = _walk(work, micro_batches, forward_share)
+    if finish:
+        for started in range(1, micro_batches):
+            ends[started - 1] = _walk(work, started, forward_share)[1][-1]
+    return starts.T, ends.T
+
+
+def _walk(work: Seconds, micro_batches: int, forward_share: float) -> tuple[Seconds, Seconds]:
+    """Starts of forwards and ends of backwards on the first stage, [micro-batch, replica]."""
+    stages, _, replicas = work.shape
+    free = np.zeros((stages, replicas))
+    ended: dict[tuple[int, int, bool], Seconds] = {}
+    starts, ends = np.empty((2, micro_batches, replicas))
+    for stage, number, backward in order_of_work(micro_batches, stages):
+        before = ended.pop((stage + 1 if backward else stage - 1, number, backward), None)
+        start = free[stage] if before is None else np.maximum(free[stage], before)
+        if stage == 0 and not backward:
+            starts[number] = start
+        share = 1 - forward_share if backward else forward_share
+        free[stage] = start + share * work[stage, number]
+        ended[stage, number, backward] = free[stage].copy()
+        if stage == 0 and backward:
+            ends[number] = free[0]
+    return starts, ends
+
+
 Chunks = Callable[[], Iterator[tuple[int, Seconds]]]
 """Yields the same pieces of latencies in every call: (index of the step from 0, [replica, micro-batch, stage])."""
 Times = Callable[[], Iterator[tuple[int, Seconds, Seconds]]]

@@ -1,4 +1,4 @@
-"""Installation of injected faults in a run, and their reports during and after it."""
+"""Fault drill: installation of a run's injected faults, and their reports during and after it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog, read_events
-from megasdc.faults.injector import Firing, Injector
+from megasdc.faults.injector import Firing, Injector, why_unfired
 from megasdc.faults.process import ProcessFaults
 from megasdc.faults.stored import HarmedBatches, harm_file
-from megasdc.faults.unfired import why_unfired
 from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
