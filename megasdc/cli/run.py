@@ -80,17 +80,17 @@ def verify_data(
     from rich.console import Console
     from rich.progress import Progress
 
-    from megasdc.data import verify
+    from megasdc.data import manifest as prepared_data
 
     reports = []
     with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
         for folder in folders:
             total = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
             task = bar.add_task(str(folder), total=total)
-            report = verify.check_folder(folder, partial(bar.advance, task))
+            report = prepared_data.check_folder(folder, partial(bar.advance, task))
             if add_checksums and report.ok and report.note:
-                verify.add_checksums(folder)
-                report = verify.check_folder(folder)
+                prepared_data.add_checksums(folder)
+                report = prepared_data.check_folder(folder)
             reports.append(report)
     if as_json:
         echo(json.dumps([report.as_dict() for report in reports], indent=2))

@@ -1,44 +1,73 @@
-"""Token datasets: Megatron-core's GPTDataset over prepared data, one epoch after the other.
+"""Token datasets: Megatron-core's GPTDataset over prepared data, one epoch after the other, and blends of several.
 
 Deliberate differences from Megatron's BlendedMegatronDatasetBuilder:
 
 * One GPTDataset per epoch, each with its own seed. In Megatron all epochs are shuffled together, so that the order
   depends on the length of the run; here it does not, and a run may be extended after a checkpoint. The tokens at the
   end of an epoch that do not fill a sample are not used in that epoch.
-* The sample index is built by the first process that needs it (see `index_cache`), not by rank 0 before a barrier.
-* Several folders are blended by `blend`, where each part continues with its next epoch, too.
+* The sample index is built by the first process that needs it, not by rank 0 before a barrier: a file lock lets one
+  build while the others wait, and one rename makes the index's folder appear. This needs no collective, works for
+  shared and for node-local folders, and a killed process leaves no partial index that a later run would use. Checksums
+  of all files are compared when an index is mapped; a damaged one is rebuilt.
 * `mask_end_of_document` masks the loss at *targets* that are end-of-document; Megatron's `eod_mask_loss` masks it at
   *inputs*.
 
-One epoch of a split as Megatron-core's GPTDataset, with our cache of its index, and the documents of its samples.
+The order of samples in a blend is that of Megatron-core's `build_blending_indices`: the next sample comes from the
+dataset that is furthest behind its share. Deliberate differences from Megatron's `BlendedDataset`:
+
+* Each part is an endless stream: when all its samples were used it begins its next epoch, in another order. Megatron's
+  parts hold a fixed number of samples, drawn with a surplus that a user must guess.
+* The order does not depend on the length of the run. Megatron's function chooses each sample from the preceding ones
+  only, so that a shorter index is a prefix of a longer one. The index is built for the next multiple of
+  `WINDOW_SAMPLES` and cached as the other sample indices are: an extended run reads a longer index with the same
+  prefix.
+
+After n samples a part has had at most one sample more than its share of n, and with two parts less than one sample
+fewer. The sequence of parts depends only on the weights; the seed orders the samples inside each part. With weights in
+the ratio of small numbers the pattern is short, and a replica may see one part more often than another does; all
+samples of a step together have the right shares.
 """
 
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
+from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.utils import Split, normalize
 from megatron.core.tokenizers import MegatronTokenizerBase
 
+from megasdc.common.durable import parse_json, rename_durably, replacing, write_durably
 from megasdc.common.errors import DataError
+from megasdc.common.program import write_atomically
+from megasdc.common.run_lock import open_lock_file
 from megasdc.config.sections.data import DataSection, TokenizerSection
-from megasdc.data.blend import BlendedTokens
-from megasdc.data.blocks import BlockChecksums, CheckedReader, DirectReader
-from megasdc.data.index_cache import CACHE_FOLDER, OnDamage, ignore_problem, kept_index
-from megasdc.data.manifest import Manifest
-from megasdc.data.verify import verify_prepared
+from megasdc.data.manifest import BlockChecksums, CheckedReader, DirectReader, Manifest, checksum_file, verify_prepared
 
 _INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
+
+OnDamage = Callable[[Path, str], object]
+"""Called with the folder of a rebuilt index and its problem, in the one process that rebuilds it."""
+
+
+def ignore_problem(folder: Path, problem: str) -> None:
+    """Default ``OnDamage``: does nothing beyond the logged warning."""
 
 
 @dataclass(frozen=True)
@@ -424,3 +453,261 @@ class TokenDataset(torch.utils.data.Dataset):
             documents = np.arange(len(self._tokens), dtype=np.int32)
             self._epochs[number] = EpochDataset(self._tokens, self._prefix, documents, None, self._split, config)
         return self._epochs[number]
+
+
+WINDOW_SAMPLES = 1 << 20
+"""The index is built for a multiple of this many samples, at 10 bytes each."""
+
+
+class OrderedSamples(Protocol):
+    """A stream of samples in its own order; `TokenDataset` is one."""
+
+    path: Path
+    identity: str
+
+    @property
+    def num_distinct(self) -> int:
+        """Number of samples from the beginning until the first repeats."""
+        ...
+
+    def extend(self, num_samples: int) -> None:
+        """Extend the stream to at least ``num_samples``."""
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same from the file, into fresh memory."""
+        ...
+
+
+class BlendedTokens(torch.utils.data.Dataset):
+    """A stream that draws from several streams by weight; a position always holds the same sample.
+
+    Args:
+        parts: the streams, each at least `num_samples` long.
+        weights: of each, above 0; only their ratios matter.
+
+    Attributes:
+        path: the parts' ``.bin`` files, for messages.
+        identity: checksum of what determines the sample at a position: identities of the parts and weights.
+        weights: with sum 1.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[OrderedSamples],
+        weights: Sequence[float],
+        num_samples: int,
+        vocab_size: int,
+        cache: Path,
+        on_damage: OnDamage = ignore_problem,
+    ) -> None:
+        self.parts = list(parts)
+        self.weights: list[float] = normalize(list(weights))
+        self.num_samples = num_samples
+        self.vocab_size = vocab_size
+        self.path = " + ".join(str(part.path) for part in parts)
+        self.identity = xxhash.xxh3_64_hexdigest(
+            f"blend {[(part.identity, weight) for part, weight in zip(parts, self.weights, strict=True)]}".encode()
+        )
+        self._cache = cache
+        self._on_damage = on_damage
+        self._load_order()
+
+    def _load_order(self) -> None:
+        size = max(1, -(-self.num_samples // WINDOW_SAMPLES)) * WINDOW_SAMPLES
+        # The sequence depends only on weights and size, so training and validation share its cached index.
+        name = xxhash.xxh3_64_hexdigest(f"{self.weights} {size}".encode())
+        self._part_of, self._position_in_part = kept_index(
+            self._cache / f"blend-{name}",
+            ("part", "position"),
+            lambda: blend_order(self.weights, size),
+            self._on_damage,
+        )
+
+    def extend(self, num_samples: int) -> None:
+        """Extend the stream to at least ``num_samples``; existing positions keep their samples."""
+        if num_samples > self.num_samples:
+            for part in self.parts:
+                part.extend(num_samples)
+            self.num_samples = num_samples
+            self._load_order()
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def num_distinct(self) -> int:
+        """Number of samples before the first repeats: until a part begins its next epoch."""
+        first = self._first_repeated()
+        return self.num_samples if first is None else first
+
+    @property
+    def first_used_up(self) -> OrderedSamples | None:
+        """The part that repeats first; None if none repeats within the stream."""
+        first = self._first_repeated()
+        return None if first is None else self.parts[int(self._part_of[first])]
+
+    def _first_repeated(self) -> int | None:
+        """Position of the first repeated sample; None if none repeats."""
+        ends = np.array([part.num_distinct for part in self.parts])
+        part_of, position = self._part_of[: self.num_samples], self._position_in_part[: self.num_samples]
+        repeated = np.flatnonzero(position >= ends[part_of])
+        return int(repeated[0]) if len(repeated) else None
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sample at a position in [0, len).
+
+        Returns:
+            tokens [s] int64, labels [s] int64 (the next token of each), loss_mask [s] float32.
+        """
+        part, inner = self.locate(position)
+        return self.parts[part][inner]
+
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sample at a position in [0, len) from its part's file; see ``TokenDataset.read_again``."""
+        part, inner = self.locate(position)
+        return self.parts[part].read_again(inner)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """The part that a sample comes from, and its position there."""
+        if not 0 <= position < self.num_samples:
+            raise IndexError(f"position {position} is not in [0, {self.num_samples}) of {self.path}")
+        return int(self._part_of[position]), int(self._position_in_part[position])
+
+    def where(self, position: int) -> str:
+        """Description of a sample for a message: its file, its position there and in the blend."""
+        part, inner = self.locate(position)
+        return f"{self.parts[part].path}, sample position {inner} (position {position} of the blend)"
+
+
+def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Megatron-core's order of a blend of ``size`` samples, for weights with sum 1.
+
+    Returns the part of each sample, [size] int16, and its position in that part, [size] int64.
+    """
+    part_of = np.zeros(size, dtype=np.int16)
+    position = np.zeros(size, dtype=np.int64)
+    helpers.build_blending_indices(part_of, position, np.asarray(weights, dtype=np.float64), len(weights), size, False)
+    return part_of, position
+
+
+logger = logging.getLogger(__name__)
+
+CACHE_FOLDER = ".index_cache"
+CHECKSUMS_FILE = "checksums.json"
+"""XXH3-64 of each array's file, by name."""
+TOLD_S, POLL_S = 10.0, 0.05
+"""Until it is told that a lock is waited for, and between two looks at it."""
+Arrays = tuple[np.ndarray, ...]
+
+
+def kept_index(
+    folder: Path, names: Sequence[str], build: Callable[[], Arrays], on_damage: OnDamage = ignore_problem
+) -> Arrays:
+    """The arrays of a cached index, memory-mapped; built and saved if missing or damaged. No collective.
+
+    The folder's name must identify everything that the content depends on; ``build`` makes the arrays in the order of
+    ``names``. If they cannot be saved, those are returned, with a warning.
+    """
+    try:
+        if folder.is_dir():
+            return _load(folder, names)
+    except ValueError:
+        pass  # another process may be rebuilding it; checked again under the lock
+    try:
+        with _locked(folder.parent / "lock") as alone:
+            arrays = None
+            try:
+                if folder.is_dir():
+                    return _load(folder, names)
+            except ValueError as problem:
+                arrays = build()
+                if _add_checksums(folder, names, arrays):
+                    return _load(folder, names)
+                # Renamed, not removed: a run on another host may have it mapped.
+                aside = tempfile.mkdtemp(prefix="damaged-", dir=folder.parent)
+                os.rename(folder, aside)
+                logger.warning("sample index %s is rebuilt, the old one is %s: %s", folder, aside, problem)
+                on_damage(folder, str(problem))
+            for left in folder.parent.glob("partial-*") if alone else ():
+                shutil.rmtree(left)  # left by a killed process
+            _save(folder, names, arrays or build())
+        return _load(folder, names)
+    except (OSError, ValueError) as error:
+        logger.warning("no sample index can be kept in %s (%s); it is rebuilt in every process", folder, error)
+        return build()
+
+
+def _load(folder: Path, names: Sequence[str]) -> Arrays:
+    """Memory-map a cached index; ValueError with the problem if it is damaged, or was saved without checksums."""
+    paths = [folder / f"{name}.npy" for name in names]
+    if not (folder / CHECKSUMS_FILE).exists():
+        raise ValueError("an earlier version kept it without checksums, and it has other content")
+    try:
+        expected = parse_json((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        for path in paths:
+            if (found := checksum_file(path)) != expected[path.name]:
+                raise ValueError(f"{path.name} has checksum {found}, expected {expected[path.name]}")
+        return tuple(np.load(path, mmap_mode="r") for path in paths)
+    except (OSError, EOFError, KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _add_checksums(folder: Path, names: Sequence[str], arrays: Arrays) -> bool:
+    """Add checksums to an index of an earlier version without them; returns whether it has the expected content."""
+    if (folder / CHECKSUMS_FILE).exists():
+        return False
+    paths = [folder / f"{name}.npy" for name in names]
+    try:
+        same = all(np.array_equal(np.load(path), array) for path, array in zip(paths, arrays, strict=True))
+    except (OSError, EOFError, ValueError):
+        return False
+    if same:
+        write_atomically(folder / CHECKSUMS_FILE, json.dumps({path.name: checksum_file(path) for path in paths}))
+    return same
+
+
+def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:
+    """Save an index atomically, by one rename."""
+    partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
+    try:
+        for name, array in zip(names, arrays, strict=True):
+            with replacing(partial / f"{name}.npy", "wb") as file:
+                np.save(file, array)
+        checksums = {path.name: checksum_file(path) for path in partial.iterdir()}
+        write_durably(partial / CHECKSUMS_FILE, json.dumps(checksums))
+        partial.chmod(0o755)  # mkdtemp makes it private; other users may train on the same data
+        rename_durably(partial, folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not folder.is_dir():  # else another process was first, with the same content
+            raise
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold a file lock; yields false if the file system has no locks: then the rename lets one writer win."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_lock_file(path) as file:
+        yield _lock(file, path)
+
+
+def _lock(file: IO[Any], path: Path) -> bool:
+    """Wait for a lock, and say so once where that takes long; false: the file system has none."""
+    tell_at: float | None = time.monotonic() + TOLD_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if tell_at is not None and time.monotonic() > tell_at:
+                logger.warning("waiting for another process, which builds an index of samples and holds %s", path)
+                tell_at = None
+            time.sleep(POLL_S)
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s)", path, error)
+            return False

@@ -15,10 +15,9 @@ from megasdc.common.errors import DataError
 from megasdc.common.run_lock import open_lock_file
 from megasdc.config.sections.data import DataSection, SourceSection
 from megasdc.data.formats import NUM_PLACES
-from megasdc.data.manifest import MANIFEST_FILE, Manifest
+from megasdc.data.manifest import MANIFEST_FILE, Manifest, verify_prepared
 from megasdc.data.sources import fingerprint_source, newly_read
 from megasdc.data.tokenizer import checksum_tokenizer
-from megasdc.data.verify import verify_prepared
 
 
 def describe_settings(section: DataSection) -> dict[str, Any]:

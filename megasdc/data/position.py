@@ -1,9 +1,12 @@
-"""Position of each replica in the stream, and where each resumes, also with another number of replicas.
+"""Which samples each replica takes: its position in the stream, those of a step, and where it resumes.
 
-The samples of a stream have an order; its element k * dp_size + r is sample k of replica r. Where the micro-batches of
-a step are not divided evenly (``megasdc.data.uneven_split``), whole micro-batches are dealt in this way. At first the
-order is the stream itself. When the number of replicas changes, it becomes the unconsumed samples: first the positions
-that some replica had not consumed while another had consumed later ones, then the rest of the stream.
+The samples of a stream have an order; its element k * dp_size + r is sample k of replica r. At first the order is the
+stream itself. When the number of replicas changes, it becomes the unconsumed samples: first the positions that some
+replica had not consumed while another had consumed later ones, then the rest of the stream.
+
+Where the micro-batches of a step are not divided evenly, whole micro-batches are dealt in this way (``UnevenSplit``):
+micro-batch j of the stream belongs to replica j mod N, and step s takes the M from (s - 1) M on. So each step takes the
+samples that it takes with any other number of replicas, and the counts of two replicas differ by at most one.
 """
 
 from __future__ import annotations
@@ -247,3 +250,96 @@ def _rest(order: Order, consumed: Sequence[int]) -> Order:
     dealt = ((index, *order.sample(index, size)) for index in range(end))
     passed = [order[index] for index, replica, sample in dealt if sample >= consumed[replica]]
     return Order((*passed, *order.left_over[end:]), order.start + max(0, end - len(order.left_over)))
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What decides which samples a step takes.
+
+    Args:
+        size: samples b of a micro-batch.
+        planned: micro-batches of each replica.
+        completed: micro-batches that each replica started, [replica]; the others were dropped.
+        source: replica whose first micro-batch all replicas compute; None: each computes its own.
+        given_up: samples of dropped micro-batches do not come in the next step.
+        again: but once more before their epoch ends.
+        skip: positions of the stream that are never taken.
+    """
+
+    size: int
+    planned: int
+    completed: tuple[int, ...]
+    source: int | None = None
+    given_up: bool = False
+    again: bool = False
+    skip: tuple[range, ...] = ()
+
+    def own(self, replica: int, micro_batches: int) -> int:
+        """Samples of its own in the first micro-batches of a replica: without those of another replica."""
+        shared = self.source is not None and self.source != replica
+        return (micro_batches - shared) * self.size
+
+
+def advance(before: Sequence[Position], work: StepWork, epoch: int | None) -> list[Position]:
+    """Positions of all replicas after a step; ``epoch``: samples per epoch, None: the stream has no common epochs."""
+    num_replicas, after = len(before), []
+    for replica, (position, completed) in enumerate(zip(before, work.completed, strict=True)):
+        taken = position.after(work.own(replica, completed), replica, num_replicas, epoch, work.skip)
+        if work.given_up and completed < work.planned:
+            dropped = (work.planned - completed) * work.size
+            taken = taken.skip_next(dropped, replica, num_replicas, epoch if work.again else None, work.skip)
+        after.append(taken)
+    return after
+
+
+def planned_positions(before: Sequence[Position], work: StepWork, epoch: int | None) -> list[list[list[int]]]:
+    """Positions in the stream of all samples that a step plans, [replica][micro-batch][b].
+
+    Those of micro-batches that were dropped are included.
+    """
+    num_replicas, size, skip = len(before), work.size, work.skip
+    shared = [] if work.source is None else before[work.source].take(size, work.source, num_replicas, epoch, skip)[0]
+    found = []
+    for replica, position in enumerate(before):
+        own = position.take(work.own(replica, work.planned), replica, num_replicas, epoch, skip)[0]
+        every = own if work.source in (None, replica) else [*shared, *own]
+        found.append([every[first : first + size] for first in range(0, len(every), size)])
+    return found
+
+
+@dataclass(frozen=True)
+class UnevenSplit:
+    """Who takes which micro-batches of a step.
+
+    Args:
+        micro_batches: M of a step, over all replicas.
+        replicas: N.
+        before: micro-batches that were taken before the replicas began to deal: those of another number of replicas.
+    """
+
+    micro_batches: int
+    replicas: int
+    before: int = 0
+
+    def count(self, step: int, replica: int) -> int:
+        """How many micro-batches a replica takes in a step, the first of which is 1."""
+        return len(range(self._lead(step, replica), self.micro_batches, self.replicas))
+
+    def place(self, step: int, replica: int, micro_batch: int) -> int:
+        """Which of the step's micro-batches is the replica's own ``micro_batch``; both from 0 on."""
+        return self._lead(step, replica) + micro_batch * self.replicas
+
+    def end(self, step: int, replica: int, taken: int) -> int:
+        """How many micro-batches replicas have passed that are as far as this one.
+
+        Args:
+            step: the last one.
+            taken: micro-batches that the replica itself has taken; fewer than were its own where it computed another
+                replica's, more where it passed some over.
+        """
+        dealt = step * self.micro_batches - self.before
+        return dealt - self.replicas * (len(range(replica, dealt, self.replicas)) - taken)
+
+    def _lead(self, step: int, replica: int) -> int:
+        begin = (step - 1) * self.micro_batches - self.before
+        return (replica - begin) % self.replicas

@@ -24,11 +24,11 @@ from rich.console import Console
 from megasdc.common.durable import TEMPORARY_PREFIX, sync_path
 from megasdc.common.errors import DataError, StorageError
 from megasdc.config.sections.data import DataSection, SourceSection
-from megasdc.data.blocks import BLOCK_BYTES, write_checksums
 from megasdc.data.destination import check_destination, describe_settings, lock_folder, publish
 from megasdc.data.formats import UNREADABLE, LeftOut
 from megasdc.data.indexed import IdSource
 from megasdc.data.manifest import (
+    BLOCK_BYTES,
     FORMAT_VERSION,
     TOKENIZER_FOLDER,
     Manifest,
@@ -37,6 +37,7 @@ from megasdc.data.manifest import (
     TokenizerRecord,
     digest_settings,
     record_files,
+    write_checksums,
 )
 from megasdc.data.merge import assign_splits, entropy_nats, merge_shards
 from megasdc.data.pool import WorkerPool

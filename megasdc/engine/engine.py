@@ -20,7 +20,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megasdc.data.uneven_split import UnevenSplit
+from megasdc.data.position import UnevenSplit
 from megasdc.engine.schedules import (
     BubbleSchedule,
     GatedSchedule,

@@ -28,11 +28,9 @@ from megasdc.config.replica import replica_config
 from megasdc.config.sections.data import DataSection
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_section_data
-from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader
-from megasdc.data.manifest import Manifest
+from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader, StepBatches
+from megasdc.data.manifest import Manifest, unchecked
 from megasdc.data.position import Order, Position
-from megasdc.data.step_batches import StepBatches
-from megasdc.data.verify import unchecked
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run

@@ -21,7 +21,7 @@ from megasdc.config.sections.deepspeed import Bf16
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.model import ModelSection
 from megasdc.data.manifest import Manifest
-from megasdc.data.uneven_split import UnevenSplit
+from megasdc.data.position import UnevenSplit
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.zero1 import parameter_groups

@@ -16,11 +16,9 @@ from megasdc.common.errors import ConfigError, DataError
 from megasdc.common.program import parts_bar, why_unreadable
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.config.sections.data import DataSection
-from megasdc.data.blend import BlendedTokens
-from megasdc.data.dataset import TokenDataset, build_split
+from megasdc.data.dataset import BlendedTokens, TokenDataset, build_split
 from megasdc.data.loader import EvalLoader
-from megasdc.data.manifest import Manifest
-from megasdc.data.verify import unchecked
+from megasdc.data.manifest import Manifest, unchecked
 from megasdc.model.loss import TokenLoss
 from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.model.whole import WholeModel

@@ -12,9 +12,8 @@ from megasdc.common.run_lock import RunLock
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.megasdc import MegasdcSection, ParallelSection
 from megasdc.config.sections.study import StudySection
-from megasdc.data.loader import EvalLoader
+from megasdc.data.loader import EvalLoader, StepBatches
 from megasdc.data.manifest import Manifest
-from megasdc.data.step_batches import StepBatches
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import TimeSplit
 from megasdc.parallel.dims import ReplicaWorld

@@ -21,8 +21,7 @@ from megasdc.config.sections.faults import FaultSpec
 from megasdc.config.sections.megasdc import ParallelSection
 from megasdc.config.sections.model import ModelSection
 from megasdc.config.submodule_names import submodule_slots
-from megasdc.data.loader import MicroBatchLoader
-from megasdc.data.memory_stream import MemoryStream
+from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.observer import Observer
 from megasdc.events import EventLog

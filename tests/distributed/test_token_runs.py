@@ -110,7 +110,7 @@ def test_a_block_that_is_damaged_on_the_disk_accuses_no_rank(tmp_path: Path, dat
 
 def _without_its_file(config: str) -> tuple[int, str | None]:
     """Body of a rank; replica 1 cannot read samples anew."""
-    from megasdc.data.step_batches import StepBatches
+    from megasdc.data.loader import StepBatches
 
     renew = StepBatches.renew
 

@@ -67,7 +67,7 @@ def build_loop(options: dict[str, Any], folder: Path, model: dict[str, Any]) -> 
     """Our loop as benchmarks run it, on samples in memory; ``model`` are further fields of the model."""
     from megasdc.config.checks import check_layout
     from megasdc.config.load import parse_config
-    from megasdc.data.memory_stream import MemoryStream
+    from megasdc.data.loader import MemoryStream
     from megasdc.parallel import groups
     from megasdc.train.build import prepare_run_folder
     from megasdc.train.process.cpu import prepare_cpu

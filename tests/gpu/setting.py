@@ -29,8 +29,8 @@ def write_data(folder: Path) -> Path:
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from megasdc.data.blocks import BLOCK_BYTES, write_checksums
     from megasdc.data.manifest import (
+        BLOCK_BYTES,
         FORMAT_VERSION,
         TOKENIZER_FOLDER,
         Manifest,
@@ -38,6 +38,7 @@ def write_data(folder: Path) -> Path:
         TokenizerRecord,
         digest_settings,
         record_files,
+        write_checksums,
     )
 
     (folder / TOKENIZER_FOLDER).mkdir(parents=True)

@@ -19,8 +19,7 @@ from megasdc.checkpoint.manifest import Manifest, read_manifest
 from megasdc.checkpoint.universal import UniversalManifest, read_universal_manifest
 from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data.loader import SampleStream
-from megasdc.data.position import Position, position_for
-from megasdc.data.step_positions import StepWork, advance
+from megasdc.data.position import Position, StepWork, advance, position_for
 from megasdc.dropcompute.gate import DECISIONS_FILE, StepDecisions
 from megasdc.lab.triage.history import RunHistory
 from megasdc.lab.triage.step_settings import StepSettings

@@ -15,11 +15,10 @@ from megasdc.common.errors import ConfigError, DataError
 from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.sections.data import DataSection
-from megasdc.data.blend import BlendedTokens
-from megasdc.data.dataset import TokenDataset, build_split, verify_section_data
+from megasdc.data.dataset import BlendedTokens, TokenDataset, build_split, verify_section_data
 from megasdc.data.manifest import TOKENIZER_FOLDER, Manifest
 from megasdc.data.origins import DocumentOrigins
-from megasdc.data.step_positions import StepWork, planned_positions
+from megasdc.data.position import StepWork, planned_positions
 from megasdc.data.tokenizer import Tokenizer, load_tokenizer
 from megasdc.dropcompute.gate import DECISIONS_FILE, StepDecisions, read_decisions
 from megasdc.lab.triage.history import RunHistory, RunStart, read_history

@@ -42,8 +42,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
     """
     with imports_kept():
         from megasdc.data.dataset import build_datasets, verify_section_data
-        from megasdc.data.loader import MicroBatchLoader, SampleStream
-        from megasdc.data.memory_stream import MemoryStream
+        from megasdc.data.loader import MemoryStream, MicroBatchLoader, SampleStream
         from megasdc.data.position import Order, Position
         from megasdc.determinism import set_deterministic
         from megasdc.parallel import groups

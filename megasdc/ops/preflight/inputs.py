@@ -22,8 +22,7 @@ from megasdc.checkpoint.files import MANIFEST_FILE, step_folder
 from megasdc.common.errors import CheckpointError, CorruptionError, DataError, LaunchError, StorageError
 from megasdc.config.checks import check_layout, find_warnings
 from megasdc.config.repeatability import find_causes, find_startup_modules
-from megasdc.data.manifest import Manifest
-from megasdc.data.verify import check_folder, verify_prepared
+from megasdc.data.manifest import Manifest, check_folder, verify_prepared
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.launch.checks import inspect_hosts

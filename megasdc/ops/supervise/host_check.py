@@ -28,8 +28,7 @@ from megasdc.common.host import SNAPSHOT_SHARE, free_memory, shared_folder
 from megasdc.common.program import report_bytes
 from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig, load_config
-from megasdc.data.manifest import Manifest
-from megasdc.data.verify import check_folder, verify_prepared
+from megasdc.data.manifest import Manifest, check_folder, verify_prepared
 from megasdc.ops.launch.on_host.module import PROGRESS_MARK
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 

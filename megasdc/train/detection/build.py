@@ -18,7 +18,7 @@ from megasdc.config.problems.detection import asks_golden
 from megasdc.config.sections.detection import AlwaysOnSection
 from megasdc.config.sections.megasdc import MegasdcSection
 from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
-from megasdc.data.step_batches import StepBatches
+from megasdc.data.loader import StepBatches
 from megasdc.engine.hooks import Run
 from megasdc.engine.observer import Listener
 from megasdc.metrics.writer import MetricsWriter

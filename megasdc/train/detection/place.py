@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import xxhash
 
 from megasdc.common.addresses import FORWARD, Address
-from megasdc.data.position import Order, Position
-from megasdc.data.step_positions import StepWork, advance
+from megasdc.data.position import Order, Position, StepWork, advance
 from megasdc.engine.hooks import Run
 from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.train.detection.tokens import BATCH

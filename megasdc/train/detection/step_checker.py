@@ -26,7 +26,7 @@ from megasdc.common.errors import DataError
 from megasdc.config.sections.detection import EXTRA, AuditSection, SdcSection
 from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE, DropComputeSection
 from megasdc.config.sections.megasdc import TraceSection
-from megasdc.data.step_batches import Shared, StepBatches
+from megasdc.data.loader import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.schedules import StageReplay

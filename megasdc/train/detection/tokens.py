@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.common.errors import DataError, MegasdcError, StorageError
-from megasdc.data.loader import MicroBatch
-from megasdc.data.step_batches import StepBatches
+from megasdc.data.loader import MicroBatch, StepBatches
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.events import EventLog

@@ -16,8 +16,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.common.errors import DataError
-from megasdc.data.dataset import build_datasets
-from megasdc.data.index_cache import kept_index
+from megasdc.data.dataset import build_datasets, kept_index
 from megasdc.data.manifest import Manifest
 from megasdc.data.prepare import prepare
 
@@ -217,7 +216,7 @@ def test_an_interrupted_index_leaves_nothing(tmp_path):
 
 def test_a_lock_that_another_process_holds_is_told(tmp_path, monkeypatch, caplog):
     """It is waited for, as long as an index takes to be built; after a while with a word, once."""
-    monkeypatch.setattr("megasdc.data.index_cache.TOLD_S", 0.0)
+    monkeypatch.setattr("megasdc.data.dataset.TOLD_S", 0.0)
     with open(tmp_path / "lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN)).start()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megasdc.data.loader import MicroBatchLoader
-from megasdc.data.position import Order, Position, merge_positions
-from megasdc.data.uneven_split import UnevenSplit
+from megasdc.data.position import Order, Position, UnevenSplit, merge_positions
 
 
 class Numbers:

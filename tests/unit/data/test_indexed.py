@@ -17,11 +17,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megasdc.common.errors import DataError
 from megasdc.config.sections.data import SourceSection
 from megasdc.data.indexed import describe_ids, open_pair
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import Manifest, verify_prepared
 from megasdc.data.prepare import prepare
 from megasdc.data.sources import NOT_PAIRS, iterate_documents
 from megasdc.data.tokenizer import load_tokenizer
-from megasdc.data.verify import verify_prepared
 
 
 def build(prefix, documents, dtype=np.int32, modes=False):

@@ -23,13 +23,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.common.errors import DataError, StorageError
 from megasdc.data.formats import UNREADABLE
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import Manifest, verify_prepared
 from megasdc.data.merge import assign_splits, entropy_nats
 from megasdc.data.pool import WorkerPool
 from megasdc.data.prepare import prepare
 from megasdc.data.sources import iterate_documents
 from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
-from megasdc.data.verify import verify_prepared
 
 SMALL_SHARDS = 20_000
 PREPARE = (

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megasdc.data.loader import MicroBatchLoader
-from megasdc.data.step_batches import Shared, StepBatches
+from megasdc.data.loader import MicroBatchLoader, Shared, StepBatches
 
 
 class Numbers:

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from megasdc.data.loader import MicroBatchLoader
-from megasdc.data.step_batches import Shared, StepBatches
-from megasdc.data.step_positions import StepWork, advance, planned_positions
+from megasdc.data.loader import MicroBatchLoader, Shared, StepBatches
+from megasdc.data.position import StepWork, advance, planned_positions
 
 REPLICAS, EPOCH = 3, 25
 

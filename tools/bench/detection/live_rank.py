@@ -19,9 +19,8 @@ from megasdc.common.addresses import WEIGHT_GRAD, Address
 from megasdc.config.load import parse_config
 from megasdc.config.sections.faults import TOKENS
 from megasdc.config.sections.megasdc import TraceSection
-from megasdc.data.loader import MicroBatchLoader
+from megasdc.data.loader import MicroBatchLoader, StepBatches
 from megasdc.data.position import Position
-from megasdc.data.step_batches import StepBatches
 from megasdc.dropcompute.gate import ReplayedDecisions, ReplicaGate, StepDecisions, new_replica_group
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run

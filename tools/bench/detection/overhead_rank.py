@@ -25,9 +25,7 @@ from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.detection import AuditSection, SdcSection
 from megasdc.config.sections.megasdc import DeterminismSection
-from megasdc.data.loader import MicroBatchLoader
-from megasdc.data.memory_stream import MemoryStream
-from megasdc.data.step_batches import StepBatches
+from megasdc.data.loader import MemoryStream, MicroBatchLoader, StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run

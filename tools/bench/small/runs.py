@@ -17,9 +17,8 @@ import torch.distributed as dist
 from megasdc.config.checks import check_layout
 from megasdc.config.load import parse_config
 from megasdc.data.dataset import TokenDataset, build_datasets
-from megasdc.data.loader import EvalLoader, MicroBatchLoader
+from megasdc.data.loader import EvalLoader, MemoryStream, MicroBatchLoader
 from megasdc.data.manifest import Manifest
-from megasdc.data.memory_stream import MemoryStream
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.events import EventLog

@@ -20,8 +20,7 @@ from megasdc.config.load import RunConfig
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.config.sections.model import ffn_width
 from megasdc.config.sections.optimizer_hooks import HookSpec
-from megasdc.data.loader import MicroBatchLoader
-from megasdc.data.memory_stream import MemoryStream
+from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run

@@ -17,8 +17,7 @@ import torch
 
 from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.data.loader import MicroBatchLoader
-from megasdc.data.memory_stream import MemoryStream
+from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.build_engine import build_training_engine

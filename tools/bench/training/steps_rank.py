@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig
-from megasdc.data.memory_stream import MemoryStream
+from megasdc.data.loader import MemoryStream
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
