@@ -257,7 +257,7 @@ class Output:
     def write(self, result: Any, build: Callable[[Any], Page]) -> None:
         """Print the result's page, and write it as JSON and as a page where that was asked for."""
         from megasdc.output.html import write_page
-        from megasdc.output.terminal import printer
+        from megasdc.output.page import printer
 
         print_result(result, printer(build), out=self.out, as_json=self.as_json)
         if self.figure is not None:

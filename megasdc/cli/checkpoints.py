@@ -65,7 +65,7 @@ def inspect_checkpoint(
     """
     from megasdc.lab.checkpoints.pages.inspection_page import inspection_page
     from megasdc.lab.checkpoints.views import inspect
-    from megasdc.output.terminal import print_pages
+    from megasdc.output.page import print_pages
 
     found = [inspect.inspect_checkpoint(path) for path in inspect.find_inspectable(folder)]
     if as_json:

@@ -113,8 +113,7 @@ def simulate_drops(options: SimulateOptions, output: Output) -> None:
 
 def _simulations(options: SimulateOptions) -> tuple[DelayEnvironment, list[Simulation]]:
     """What is simulated; a number that was not given is that of the recorded latencies, or the default."""
-    from megasdc.distributions.kinds import RecordedDelay, Resampled
-    from megasdc.distributions.trace import load_latencies
+    from megasdc.distributions import RecordedDelay, Resampled, load_latencies
     from megasdc.dropcompute.threshold import DropRule
     from megasdc.lab.planning.environment import DelayEnvironment, parse_delay
     from megasdc.lab.planning.simulate import Simulation

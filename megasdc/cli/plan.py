@@ -75,7 +75,7 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
     from megasdc.config.sections.detection import SdcSection
     from megasdc.lab.planning.audits import plan_audits
     from megasdc.lab.report.plan_page import plan_page
-    from megasdc.output.terminal import printer
+    from megasdc.output.page import printer
 
     plan, shares = _plan(options, interval)
     budget = SdcSection().budget_of(options.replicas) if options.budget is None else options.budget

@@ -31,6 +31,6 @@ def study(
     """
     from megasdc.lab.report.study_tables import summary_page
     from megasdc.lab.studies.tables import summarize_study
-    from megasdc.output.terminal import printer
+    from megasdc.output.page import printer
 
     print_result(summarize_study(run_dir, by.value), printer(summary_page), out=out, as_json=as_json)

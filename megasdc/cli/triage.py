@@ -49,7 +49,7 @@ def inspect_data(
         from megasdc.config.load import load_config
         from megasdc.lab.triage.step_data import Wanted, data_of_plan, data_of_run
         from megasdc.lab.triage.step_data_page import step_data_page
-        from megasdc.output.terminal import print_pages
+        from megasdc.output.page import print_pages
 
         wanted = Wanted(at_step, options.replicas, options.micro_batches, options.text)
         if run_dir is not None:
@@ -86,7 +86,7 @@ def triage(
     with stdout_kept_clean():
         from megasdc.lab.triage.triage import triage_step
         from megasdc.lab.triage.triage_page import triage_page
-        from megasdc.output.terminal import print_pages
+        from megasdc.output.page import print_pages
         from megasdc.train.process.signals import exiting_on_signals
 
         with exiting_on_signals():

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.config.sections.delay import DelaySpec
-from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, DelayPlace
+from megasdc.distributions import BLOCK_REPLICAS, KINDS, Delay, DelayPlace
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.faults.injector import in_steps, is_here

@@ -12,11 +12,7 @@ from megasdc.common.errors import DataError, LaunchError, StorageError
 from megasdc.common.imports import is_installed
 from megasdc.common.origin import read_identity
 from megasdc.common.program import OnProgress
-from megasdc.metrics.sinks.csv_files import CsvSink
-from megasdc.metrics.sinks.prometheus import PrometheusSink
-from megasdc.metrics.sinks.sink import Sink
-from megasdc.metrics.sinks.tensorboard import TensorBoardSink
-from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config
+from megasdc.metrics.sinks import CsvSink, PrometheusSink, Sink, TensorBoardSink, WandbRun, WandbSink, shown_config
 from megasdc.metrics.writer import METRICS_FILE, PLACE, read_metrics
 
 PROMETHEUS_FILE = "metrics.prom"

@@ -16,11 +16,17 @@ import megasdc
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.deepspeed import Wandb
 from megasdc.engine.hooks import Run
-from megasdc.metrics.sinks.csv_files import CsvSink
-from megasdc.metrics.sinks.deepspeed_monitor import DeepSpeedMonitorSink
-from megasdc.metrics.sinks.sink import Sink, open_sinks
-from megasdc.metrics.sinks.tensorboard import TensorBoardSink
-from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config
+from megasdc.metrics.sinks import (
+    CsvSink,
+    DeepSpeedMonitorSink,
+    PrometheusSink,
+    Sink,
+    TensorBoardSink,
+    WandbRun,
+    WandbSink,
+    open_sinks,
+    shown_config,
+)
 from megasdc.metrics.writer import MetricsWriter
 
 logger = logging.getLogger(__name__)
@@ -86,8 +92,6 @@ def _wandb_run(config: RunConfig, section: Wandb, run: Run) -> WandbRun:
 
 
 def _open_prometheus(run: Run, address: str) -> Sink:
-    from megasdc.metrics.sinks.prometheus import PrometheusSink
-
     origin = run.events.origin
     sink = PrometheusSink(str(origin.run), origin.attempt or 0, address)
     logger.info("metrics are served at http://%s/metrics", address)

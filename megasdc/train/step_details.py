@@ -1,4 +1,4 @@
-"""Recording of what each step was made of (``trace.details``): see ``megasdc.metrics.details``."""
+"""Recording of what each step was made of (``trace.details``): see ``megasdc.metrics.writer``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
-from megasdc.metrics.details import DetailsWriter, ParameterDetails, SampleLosses, StepDetails
+from megasdc.metrics.writer import DetailsWriter, ParameterDetails, SampleLosses, StepDetails
 from megasdc.model.kinds import LOSS_FQN
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import Fragment, counts_here, owned_fragments

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc.distributions.kinds import BoundedLogNormal, SlowRank
+from megasdc.distributions import BoundedLogNormal, SlowRank
 from megasdc.lab.planning.environment import DelayEnvironment
 
 pytestmark = pytest.mark.distributed

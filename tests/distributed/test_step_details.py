@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from whole_runs import metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc.metrics.details import read_details
+from megasdc.metrics.writer import read_details
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.common.errors import ConfigError
-from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS, Delay, DelayPlace
+from megasdc.distributions import BLOCK_REPLICAS, KINDS, Delay, DelayPlace
 
 
 @dataclass(frozen=True)

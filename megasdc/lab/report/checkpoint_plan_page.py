@@ -10,8 +10,7 @@ import numpy as np
 from megasdc.lab.planning.checkpoints.formulas import Intervals, elapsed_per_training
 from megasdc.lab.planning.checkpoints.plan import DISK_TIER, MEMORY_TIER, CheckpointPlan, Estimate, Tier
 from megasdc.output.figure import COLOURS, Figure, layout, log_axis, rule, scatter
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Cell, Table, number_cell
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell
 
 _NAMES = {MEMORY_TIER: "host memory", DISK_TIER: "disk"}
 _CURVE_POINTS, _CURVE_FACTOR = 200, 32

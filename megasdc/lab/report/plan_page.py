@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from megasdc.lab.planning.audits import TIERS, DetectionLatency, PlanResult
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Table, number_cell
+from megasdc.output.page import Page, PageSection, Table, number_cell
 
 
 def plan_page(result: PlanResult) -> Page:

@@ -10,8 +10,7 @@ from megasdc.lab.planning.runs.run_plan import DAY_S, RunPlan
 from megasdc.lab.planning.runs.simulation import FIRST_START, LOST
 from megasdc.lab.report.checkpoint_plan_page import duration
 from megasdc.output.figure import COLOURS, Figure, bars, layout, named_axis, scatter
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Cell, Table, number_cell
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell
 
 _HEIGHT = 320
 _Z95 = 1.96

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from megasdc.lab.planning.simulate import SimulationResult, SimulationResults
 from megasdc.lab.report.run_pages.figures.drops import HEIGHT, drop_rate_figure, histogram, threshold_figure
 from megasdc.output.figure import COLOURS, Figure, layout, scatter
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Cell, Table, number_cell
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell
 
 
 def simulation_page(result: SimulationResults) -> Page:

@@ -7,8 +7,7 @@ import numpy as np
 from megasdc.config.sections.drop_compute import ELAPSED
 from megasdc.lab.report.run_pages.figures.drops import drop_rate_figure, histogram, threshold_figure
 from megasdc.lab.report.run_threshold import RunThreshold
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Cell, Table, number_cell
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell
 
 _RATES = (0.2, 0.1, 0.05, 0.02, 0.01)
 """Drop rates near which thresholds are shown besides the best one."""

@@ -8,8 +8,7 @@ import numpy as np
 
 from megasdc.lab.report.imbalance import ReplicaTimes, TimesReport
 from megasdc.output.figure import COLOURS, Figure, Series, bars, clean, columns_of, curve, layout
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Table, number_cell
+from megasdc.output.page import Page, PageSection, Table, number_cell
 
 SHOWN = 16
 """Maximum of replicas in a table."""

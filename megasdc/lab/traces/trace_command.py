@@ -21,9 +21,7 @@ from megasdc.common.program import at_home, echo, run
 from megasdc.lab.traces.traces import TraceReport, compare_traces_of_runs, load_traces
 from megasdc.output.figure import Figure, layout
 from megasdc.output.html import write_page
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Table
-from megasdc.output.terminal import print_pages
+from megasdc.output.page import Page, PageSection, Table, print_pages
 from megasdc.sdc.incident import ranges
 
 SHADES = " ░▒▓█"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megasdc.lab.triage.step_data import MicroBatchData, SampleData, StepData, TextPart
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Cell, Table
+from megasdc.output.page import Cell, Page, PageSection, Table
 
 SHOWN_CHARACTERS = 60
 """Maximum of the text of a part in a table."""

@@ -46,8 +46,7 @@ from megasdc.lab.triage.verdict import (
     find_far_samples,
     find_large_updates,
 )
-from megasdc.metrics.details import StepDetails, read_details
-from megasdc.metrics.writer import read_metrics
+from megasdc.metrics.writer import StepDetails, read_details, read_metrics
 from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.hosts import read_hostfile
 from megasdc.ops.launch.request import LaunchRequest

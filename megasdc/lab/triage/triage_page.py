@@ -6,9 +6,8 @@ from megasdc.lab.triage.step_data import SampleData
 from megasdc.lab.triage.step_data_page import SHOWN_CHARACTERS
 from megasdc.lab.triage.triage import Triage
 from megasdc.lab.triage.verdict import StepComparison, Verdict
-from megasdc.metrics.details import ParameterDetails
-from megasdc.output.page import Page, PageSection, State
-from megasdc.output.table import Cell, Table, number_cell
+from megasdc.metrics.writer import ParameterDetails
+from megasdc.output.page import Cell, Page, PageSection, State, Table, number_cell
 from megasdc.sdc.incident import ranges
 
 NAMED = 3

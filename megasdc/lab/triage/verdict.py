@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megasdc.metrics.details import StepDetails
+from megasdc.metrics.writer import StepDetails
 
 Verdict = Literal["hardware", "data", "optimizer", "nothing", "inconclusive"]
 

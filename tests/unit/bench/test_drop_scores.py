@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megasdc.common.errors import ConfigError, StorageError
-from megasdc.distributions.kinds import BoundedLogNormal
+from megasdc.distributions import BoundedLogNormal
 from megasdc.dropcompute.gate import StepDecisions, read_decisions
 from megasdc.lab.planning.environment import DelayEnvironment
 from megasdc.parallel.dims import ParallelDims

@@ -37,7 +37,7 @@ from megasdc.interchange.import_hf import import_hf
 from megasdc.lab.checkpoints.pages.inspection_page import inspection_page
 from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 from megasdc.lab.checkpoints.views.open import open_view
-from megasdc.output.terminal import print_pages
+from megasdc.output.page import print_pages
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.config.checks import check_layout
 from megasdc.config.load import parse_config
 from megasdc.config.sections.delay import PARAMETERS_OF, DelaySpec
-from megasdc.distributions.kinds import KINDS
+from megasdc.distributions import KINDS
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.distributions.kinds import BLOCK_REPLICAS, KINDS
-from megasdc.distributions.trace import load_latencies
+from megasdc.distributions import BLOCK_REPLICAS, KINDS, load_latencies
 from megasdc.lab.planning.environment import DelayEnvironment, parse_delay
 
 RANDOM = [

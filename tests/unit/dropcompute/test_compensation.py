@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megasdc.config.sections.drop_compute import largest_batch
-from megasdc.distributions.kinds import BoundedLogNormal
+from megasdc.distributions import BoundedLogNormal
 from megasdc.dropcompute.threshold import micro_batch_times
 from megasdc.dropcompute.tuning import (
     WorkBalance,

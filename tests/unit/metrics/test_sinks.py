@@ -16,10 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasdc.common.errors import DataError, LaunchError, StorageError
 from megasdc.common.imports import is_installed
 from megasdc.metrics.export import export_metrics
-from megasdc.metrics.sinks.csv_files import CsvSink
-from megasdc.metrics.sinks.prometheus import PrometheusSink
-from megasdc.metrics.sinks.sink import Sink, open_sinks
-from megasdc.metrics.sinks.tensorboard import TensorBoardSink
+from megasdc.metrics.sinks import CsvSink, PrometheusSink, Sink, TensorBoardSink, open_sinks
 from megasdc.metrics.writer import PLACE, MetricsWriter, cut_back, read_metrics
 from megasdc.parallel.local_ranks import free_port
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from megasdc.common.imports import is_installed
+from megasdc.metrics import sinks
 from megasdc.metrics.export import export_metrics
-from megasdc.metrics.sinks import weights_and_biases
-from megasdc.metrics.sinks.weights_and_biases import WandbRun, WandbSink, shown_config, source_commit
+from megasdc.metrics.sinks import WandbRun, WandbSink, shown_config, source_commit
 from megasdc.metrics.writer import PLACE, MetricsWriter, cut_back, read_metrics
 
 if not is_installed("wandb"):
@@ -145,10 +145,10 @@ def test_an_export_has_every_point_and_no_secret(tmp_path):
 
 def test_a_tracker_that_does_not_end_is_given_up(tmp_path, monkeypatch):
     """W&B's own process is stopped: the end waits for a limit, tells what sends the rest, and ends it."""
-    monkeypatch.setattr(weights_and_biases, "FINISH_S", 2.0)
+    monkeypatch.setattr(sinks, "FINISH_S", 2.0)
     told = []
     sink = WandbSink(where(tmp_path, "1"), None)
-    (service,) = [one for one in psutil.Process().children() if one.name() == weights_and_biases.SERVICE]
+    (service,) = [one for one in psutil.Process().children() if one.name() == sinks.SERVICE]
     writer = MetricsWriter(tmp_path, [sink], lambda name, problem: told.append((name, problem)))
     writer.write(1, {"train/loss": 1.0})
     service.suspend()

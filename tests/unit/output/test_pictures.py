@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.output.figure import Figure, Series, curve
-from megasdc.output.files import HEIGHT, SCALE, WIDTH, write_pictures
+from megasdc.output.html import HEIGHT, SCALE, WIDTH, write_pictures
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,9 +13,7 @@ from rich.console import Console
 from megasdc.common.errors import StorageError
 from megasdc.output.figure import Figure, Version, bars
 from megasdc.output.html import write_page
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Cell, Table, number_cell
-from megasdc.output.terminal import print_page
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell, print_page
 
 MARKUP = "[red]<b>&name</b>[/]"
 

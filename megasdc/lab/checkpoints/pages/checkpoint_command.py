@@ -36,9 +36,7 @@ from megasdc.lab.checkpoints.pages.checkpoint_page import comparison_page
 from megasdc.lab.checkpoints.views.open import open_view
 from megasdc.output.figure import COLOURS, DASHES, Figure, Version, layout, scatter
 from megasdc.output.html import write_page
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Cell, Table, few, number_cell
-from megasdc.output.terminal import print_pages
+from megasdc.output.page import Cell, Page, PageSection, Table, few, number_cell, print_pages
 from megasdc.tensors.distance import Distance
 
 GROUPS = ("embedding", "attention", "mlp", "norm", "head", "other")

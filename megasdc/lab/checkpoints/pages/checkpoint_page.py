@@ -13,8 +13,7 @@ from megasdc.checkpoint.views.view import Slot
 from megasdc.lab.checkpoints.damage import MEANINGS, PieceDamage
 from megasdc.lab.checkpoints.report import CheckpointMismatch, Options, Report
 from megasdc.output.figure import Figure, Version, bars, layer_map, layout, line_look, map_axes
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import Cell, Table, number_cell
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell
 from megasdc.tensors.bits import bit_layout
 
 MAX_FINDINGS, MAX_ROWS = 500, 200

@@ -29,11 +29,18 @@ from megasdc.ops.run_folder.record import CONFIG_FILE, METRICS_FILE, OnProgress,
 from megasdc.ops.run_folder.status import clock, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.output.figure import Figure
-from megasdc.output.files import NoPictures, write_pictures, write_tables
-from megasdc.output.html import write_page
-from megasdc.output.page import Page, PageSection, State, plain_values
-from megasdc.output.table import Cell, Table, number_cell, percent
-from megasdc.output.terminal import print_sentence
+from megasdc.output.html import NoPictures, write_page, write_pictures, write_tables
+from megasdc.output.page import (
+    Cell,
+    Page,
+    PageSection,
+    State,
+    Table,
+    number_cell,
+    percent,
+    plain_values,
+    print_sentence,
+)
 
 MAX_DRIFT_BYTES = 2 << 30
 """Maximum of checkpoint bytes read for a page; more would take too long."""

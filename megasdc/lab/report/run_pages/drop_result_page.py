@@ -14,8 +14,7 @@ from megasdc.lab.report.run_pages.figures.drop_results import (
     scaling_figure,
     speedup_figure,
 )
-from megasdc.output.page import Page, PageSection
-from megasdc.output.table import number_cell, percent, table_of
+from megasdc.output.page import Page, PageSection, number_cell, percent, table_of
 
 SOURCE = "Giladi et al., NeurIPS 2023, arXiv 2306.10598"
 PAPER = (

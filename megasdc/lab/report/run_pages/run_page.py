@@ -41,8 +41,7 @@ from megasdc.ops.run_folder.status import RunStatus, clock, status_of
 from megasdc.ops.supervise.diagnosis import KINDS
 from megasdc.ops.supervise.goodput import AttemptTime, Goodput, goodput_of
 from megasdc.ops.supervise.met import all_met
-from megasdc.output.page import Fold, Page, PageSection, State, plain_values
-from megasdc.output.table import Cell, Table, few, number_cell, table_of
+from megasdc.output.page import Cell, Fold, Page, PageSection, State, Table, few, number_cell, plain_values, table_of
 from megasdc.sdc.incident import headline
 
 _WELL = ("done", "stopped")

@@ -36,8 +36,7 @@ from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import ago, status_of
 from megasdc.ops.run_folder.study_log import WHOLE, Line, read_study
 from megasdc.output.figure import Figure
-from megasdc.output.page import Page, PageSection, State, plain_values
-from megasdc.output.table import Cell, Table, number_cell, percent, table_of
+from megasdc.output.page import Cell, Page, PageSection, State, Table, number_cell, percent, plain_values, table_of
 
 MODES = {
     "computation_sync": "each submodule's own result is compared element by element and overwritten by the trusted one",

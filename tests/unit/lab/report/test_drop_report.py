@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.errors import DataError
-from megasdc.distributions.kinds import BoundedLogNormal
+from megasdc.distributions import BoundedLogNormal
 from megasdc.lab.planning.environment import DelayEnvironment
 from megasdc.lab.planning.simulate import Simulation, SimulationResults, simulate_thresholds
 from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions

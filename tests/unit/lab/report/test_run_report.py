@@ -29,7 +29,7 @@ from megasdc.ops.run_folder.marks import counts_of, lane_of, marks_of
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import SILENT_S, status_of
 from megasdc.output.figure import Figure, thin
-from megasdc.output.files import write_tables
+from megasdc.output.html import write_tables
 
 STEPS = 100
 DOCS = Path(__file__).parents[4] / "docs"

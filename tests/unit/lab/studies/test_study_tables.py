@@ -23,7 +23,7 @@ from megasdc.lab.studies.tables import (
     summarize_study,
 )
 from megasdc.ops.run_folder.study_log import StudyLog, read_study
-from megasdc.output.terminal import print_page
+from megasdc.output.page import print_page
 
 
 def _mismatch(

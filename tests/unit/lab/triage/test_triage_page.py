@@ -10,8 +10,8 @@ from megasdc.lab.triage.step_data import MicroBatchData, SampleData, StepData, T
 from megasdc.lab.triage.triage import DeviceReport, Triage
 from megasdc.lab.triage.triage_page import triage_page
 from megasdc.lab.triage.verdict import FarSample, LargeUpdate, StepComparison, StepEvidence, decide_triage
-from megasdc.metrics.details import ParameterDetails, SampleLosses, StepDetails
-from megasdc.output.terminal import print_page
+from megasdc.metrics.writer import ParameterDetails, SampleLosses, StepDetails
+from megasdc.output.page import print_page
 
 
 def batch(micro_batch: int, document: int, *, dropped: bool = False) -> MicroBatchData:

@@ -21,7 +21,7 @@ from megasdc.lab.triage.verdict import (
     find_far_samples,
     find_large_updates,
 )
-from megasdc.metrics.details import ParameterDetails, SampleLosses, StepDetails
+from megasdc.metrics.writer import ParameterDetails, SampleLosses, StepDetails
 
 EQUAL = StepComparison(1000)
 WRONG = StepComparison(1000, "rank 3 computed something else", 3, "node7")

@@ -1,1 +1,0 @@
-"""Distributions of delays: seeded pure functions, shared by simulations and injected delays."""

@@ -1,1 +1,0 @@
-"""Where the numbers of ``metrics.jsonl`` are shown: TensorBoard, W&B, CSV, Prometheus; each can be rebuilt from it."""
