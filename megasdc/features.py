@@ -17,8 +17,7 @@ from megasdc.engine.hooks import Hook, Slot
 from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.model.sizes import ModelSizes, model_sizes
-from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.model.sizes import ModelSizes, model_sizes, padded_vocab_size
 from megasdc.parallel.dims import ReplicaWorld
 from megasdc.train.detection.build import build_detection, build_search, watches_of
 from megasdc.train.detection.chain import Chain

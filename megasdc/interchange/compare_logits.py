@@ -242,8 +242,8 @@ def _our_differences(
     advance: Callable[[], None],
 ) -> _Differences:
     """Compare each of our layers, for the input that ``transformers`` has there, and the logits of all of ours."""
+    from megasdc.model.pipeline import streamed_outputs
     from megasdc.model.sharding import LEADING_LAYERS
-    from megasdc.model.whole import streamed_outputs
 
     model = weights.model.model_copy(update={"backend": "torch", "fuse": False})
 

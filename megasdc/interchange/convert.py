@@ -48,7 +48,7 @@ from megasdc.checkpoint.verify import ConvertibleCheckpoint, find_folders, read_
 from megasdc.common.durable import commit_folder, remove_entry, sync_path
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.deepspeed_part import precision_of
-from megasdc.model.universal import UNIVERSAL_INFO_KEY
+from megasdc.model.sharding import UNIVERSAL_INFO_KEY
 
 CONVERTING_PREFIX = ".converting_"
 """Of the temporary folder; not the prefix of unfinished saves, which every start of a run removes."""

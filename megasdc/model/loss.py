@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasdc.model.compiled import Compiled
+from megasdc.model.fused import Compiled
 
 Observe = Callable[[str, Tensor], None]
 """Called with the name of a rank's own intermediate result and the result, before a collective mixes ranks."""
@@ -90,8 +90,6 @@ class TokenLoss:
 
     def _fused(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of every token, [s, b]; the logits are overwritten unless they are observed."""
-        from megasdc.model.loss import parallel_token_losses, token_losses
-
         overwrite = self.tap is None and self.observe is None and not logits.is_leaf
         what = (logits.contiguous().flatten(0, 1), labels.flatten(), self.real_columns, overwrite)
         if self.tensor == 1:

@@ -138,3 +138,8 @@ def _filled(weights: list[int], stages: int, limit: int) -> list[int] | None:
             load = count = 0
         load, count = load + weight, count + 1
     return [*counts, count]
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """The vocabulary padded to a multiple; does not depend on the layout."""
+    return -(-vocab_size // multiple) * multiple

@@ -1,24 +1,27 @@
-"""Submodules of a stage, and hooks that observe each one's own result, forward and backward.
+"""Submodules of a stage, and hooks that observe each one's own result, forward and backward; probes of their inputs.
 
 A result is observed before a collective mixes tensor ranks: the outputs of row-parallel and vocabulary-parallel layers
 before their sum, and the input gradient of a column-parallel layer before its sum. Megatron-core's autograd function
 hides the latter; while observers are attached the collective is moved out of that function, at the same point of the
 computation and with the same bits. Without observers no hook is attached.
+
+``InputProbe`` is for searches only: inputs tell a submodule that produced a value from one that received it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD
 from megasdc.common.errors import ConfigError
+from megasdc.model.gpt import FinalNorm, OutputLayer, PositionEmbedding, TransformerBlock, WordEmbedding
 from megasdc.model.kinds import (
     ACTIVATION,
     BLOCK_PARTS,
@@ -38,7 +41,6 @@ from megasdc.model.kinds import (
     QKV,
     WORD_EMBEDDINGS,
 )
-from megasdc.model.layers import FinalNorm, OutputLayer, PositionEmbedding, TransformerBlock, WordEmbedding
 
 Emit = Callable[[str, str, str, Tensor], Tensor | None]
 """Called with (phase, fqn, slot, result); returns None, or a value that replaces the result."""
@@ -279,3 +281,65 @@ class _GradientTap(torch.autograd.Function):
 
 def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
+
+
+OnInputs = Callable[[str, str, list[Tensor]], None]
+"""Called with (phase, fqn, tensors); phase is forward, also in recomputation, or backward."""
+
+
+class Named(Protocol):
+    """A submodule with its full dotted name; ``module`` None: no module computes it."""
+
+    @property
+    def fqn(self) -> str:
+        """Its name."""
+
+    @property
+    def module(self) -> Any:
+        """What computes it."""
+
+
+class InputProbe:
+    """Hooks that report every submodule's inputs; ``close`` removes them all.
+
+    Forward inputs are its arguments, the backward input is the gradient of its output. Activation and loss, which are
+    not modules, are not reported: their input is the result of the submodule before them.
+
+    Args:
+        submodules: such as those of ``list_submodules``.
+    """
+
+    def __init__(self, submodules: Iterable[Named], show: OnInputs) -> None:
+        self._undo = ExitStack()
+        self._show = show
+        for submodule in submodules:
+            if submodule.module is not None:
+                self._attach(submodule.fqn, submodule.module)
+
+    def close(self) -> None:
+        """Remove all hooks; idempotent."""
+        self._undo.close()
+
+    def __enter__(self) -> InputProbe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _attach(self, fqn: str, module: Any) -> None:
+        before = module.register_forward_pre_hook(lambda _m, args: self._show(FORWARD, fqn, list(_tensors(args))))
+        self._undo.callback(before.remove)
+        self._undo.callback(module.register_forward_hook(lambda _m, _a, out: self._await_gradient(fqn, out)).remove)
+
+    def _await_gradient(self, fqn: str, output: Any) -> None:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._show(BACKWARD, fqn, [gradient]))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.model.inputs import InputProbe, Named
+from megasdc.model.submodules import InputProbe, Named
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import execution_key
 from megasdc.tensors.finite import checkable, is_surely_finite, kind_of_extremes, non_finite_kind, start_extremes

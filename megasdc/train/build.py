@@ -36,7 +36,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
-from megasdc.model.compiled import require_compiler
+from megasdc.model.fused import require_compiler
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims, ReplicaWorld

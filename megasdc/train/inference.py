@@ -20,8 +20,8 @@ from megasdc.data.dataset import BlendedTokens, TokenDataset, build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest, unchecked
 from megasdc.model.loss import TokenLoss
-from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.model.whole import WholeModel
+from megasdc.model.pipeline import WholeModel
+from megasdc.model.sizes import padded_vocab_size
 from megasdc.parallel import groups
 
 USED_KEYS = (

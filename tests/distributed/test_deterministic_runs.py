@@ -36,7 +36,7 @@ def _rank(config: str, overrides: list[str]) -> tuple[int, str | None, dict[str,
     """Train, then look at the switches of this rank, and at Megatron-core's in every embedding that was used."""
     import torch
 
-    from megasdc.model.layers import _local_embedding
+    from megasdc.model.gpt import _local_embedding
 
     embeddings, embedding = [], _local_embedding()
     forward = embedding.forward

@@ -27,7 +27,7 @@ FUNCTIONS = {
 
 
 def _activation(model: dict[str, Any]) -> Any:
-    from megasdc.model.transformer_config import ACTIVATIONS
+    from megasdc.model.gpt import ACTIVATIONS
 
     return fused.activation(ACTIVATIONS[model["activation"]], model["gated_mlp"], None, 0.0).forward
 

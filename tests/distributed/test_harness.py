@@ -16,7 +16,7 @@ from tiny import GPT, relative_distance
 
 from megasdc.common.imports import is_installed
 from megasdc.config.load import parse_config
-from megasdc.model.fused import FusedLayerNorm
+from megasdc.model.gpt import FusedLayerNorm
 from megasdc.parallel import processes
 
 pytestmark = pytest.mark.distributed

@@ -110,7 +110,7 @@ def _section(data: Path) -> Any:
 
 
 def _our_logits(source: Path, tokens: torch.Tensor) -> torch.Tensor:
-    from megasdc.model.whole import WholeModel
+    from megasdc.model.pipeline import WholeModel
     from megasdc.parallel import groups
 
     weights = open_weights(source)

@@ -308,7 +308,7 @@ import sys
 from pathlib import Path
 from megasdc.interchange.export_hf import export_hf
 from megasdc.interchange.import_hf import import_hf
-import deepspeed, transformers, megasdc.model.whole
+import deepspeed, transformers, megasdc.model.pipeline
 import megatron.core.models.gpt.gpt_layer_specs, transformers.models.llama.modeling_llama
 
 def status(key):

@@ -60,7 +60,7 @@ LAYERS = {
 
 def _kept_by_layers(cases: list[MemoryCase]) -> list[float]:
     """Bytes that autograd keeps of one transformer layer of each case, parameters and rotations not counted."""
-    from megasdc.model.layers import TransformerBlock
+    from megasdc.model.gpt import TransformerBlock
     from megasdc.model.pipeline import build_pipeline
     from megasdc.parallel import groups
     from megasdc.train.build_engine import DTYPES

@@ -13,7 +13,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 def fused(recorder: Recorder, crew: Crew) -> None:
     """The same steps with and without `model.fuse`: losses, time, memory, kernels."""
     from megasdc.common.errors import LaunchError, StorageError
-    from megasdc.model.compiled import require_compiler
+    from megasdc.model.fused import require_compiler
 
     try:
         require_compiler(recorder.device)

@@ -161,8 +161,8 @@ def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
 
 def test_without_a_compiler_fused_modules_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part says what is missing, and fails nothing."""
-    from megasdc.model import compiled
-    from megasdc.model.compiled import CACHE_VARIABLE
+    from megasdc.model import fused as compiled
+    from megasdc.model.fused import CACHE_VARIABLE
 
     for path in (TESTS, TESTS / "distributed"):
         monkeypatch.syspath_prepend(str(path))

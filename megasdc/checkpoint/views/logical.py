@@ -26,7 +26,7 @@ from megasdc.common.errors import CheckpointError, DataError
 from megasdc.config.sections.model import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.model.sharding import Split, join_shards, parameter_splits, split_name, take_shard, torch_name
-from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.model.sizes import padded_vocab_size
 
 logger = logging.getLogger(__name__)
 

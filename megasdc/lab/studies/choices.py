@@ -16,7 +16,7 @@ from megasdc.common.errors import DataError
 from megasdc.common.program import parts_bar
 from megasdc.data.tokenizer import Tokenizer
 from megasdc.interchange.export_hf import beginning_of_document, find_tokenizer
-from megasdc.model.whole import WholeModel
+from megasdc.model.pipeline import WholeModel
 from megasdc.parallel import groups
 from megasdc.train.inference import build_model
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.determinism import capture_rng
+from megasdc.model.gpt import PositionEmbedding, ResidualAdd, TorchAttention, hidden_masks
 from megasdc.model.kinds import (
     ACTIVATION,
     BLOCK,
@@ -35,8 +36,6 @@ from megasdc.model.kinds import (
     QKV,
     RESIDUAL,
 )
-from megasdc.model.layers import PositionEmbedding
-from megasdc.model.modules import ResidualAdd, TorchAttention, hidden_masks
 from megasdc.sdc.referee.attention import Off, attended, elements, given, head_gradients, rotated, summed, unrotated
 from megasdc.sdc.referee.rounding_bounds import (
     WORKING,

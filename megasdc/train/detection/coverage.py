@@ -20,8 +20,8 @@ from megasdc.config.load import RunConfig
 from megasdc.config.sections.detection import EXTRA, AlwaysOnSection
 from megasdc.config.sections.megasdc import TraceSection
 from megasdc.engine.engine import TrainingEngine
+from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
-from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.optim.zero1 import BLOCK, norms_have_equal_bits, owned_fragments
 from megasdc.parallel.collectives import compare_replicas
 from megasdc.sdc.cost import (

@@ -11,7 +11,7 @@ import torch
 
 from megasdc.common.errors import ConfigError, TraceError
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.model.compiled import FUSED_VERSION, code_generator
+from megasdc.model.fused import FUSED_VERSION, code_generator
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences, machine_key
 

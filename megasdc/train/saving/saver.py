@@ -24,8 +24,8 @@ from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
-from megasdc.model.transformer_config import padded_vocab_size
-from megasdc.model.universal import UNIVERSAL_INFO_KEY, universal_info
+from megasdc.model.sharding import UNIVERSAL_INFO_KEY, universal_info
+from megasdc.model.sizes import padded_vocab_size
 from megasdc.parallel.collectives import MIN, Field, gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.stop import stop_without_room, where_to_go_on

@@ -420,7 +420,7 @@ def test_every_field_that_the_model_builder_sets_is_refused():
     import inspect
 
     from megasdc.config.megatron_fields import REFUSED_FIELDS
-    from megasdc.model.transformer_config import build_transformer_config
+    from megasdc.model.gpt import build_transformer_config
 
     (literal,) = [
         node

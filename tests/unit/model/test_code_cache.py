@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megasdc.common.errors import LaunchError
-from megasdc.model import compiled, fused
-from megasdc.model.compiled import CACHE_VARIABLE, THREADS_VARIABLE, is_whole
+from megasdc.model import fused
+from megasdc.model.fused import CACHE_VARIABLE, THREADS_VARIABLE, is_whole
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_a_library_that_is_not_the_function_is_compiled_again(monkeypatch: pytes
         f'while [ "$1" != -o ]; do shift; done\ncp {wrong} "$2"\n'
     )
     compiler.chmod(0o755)
-    compiled.find_compiler.cache_clear()
+    fused.find_compiler.cache_clear()
     monkeypatch.setenv("CXX", str(compiler))
     refused = pytest.raises(LaunchError, match=rf"(?s)tripled was not compiled.*delete the folder {tmp_path}/cache")
     try:
@@ -74,7 +74,7 @@ def test_a_library_that_is_not_the_function_is_compiled_again(monkeypatch: pytes
         ):
             _tripled()(torch.arange(6.0))
     finally:
-        compiled.find_compiler.cache_clear()
+        fused.find_compiler.cache_clear()
     assert error.value.exit_code == 78
 
 

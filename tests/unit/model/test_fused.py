@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasdc.common.errors import LaunchError, StorageError
-from megasdc.model import compiled, fused
+from megasdc.model import fused
 from megasdc.model import loss as fused_loss
-from megasdc.model.compiled import CACHE_VARIABLE
+from megasdc.model.fused import CACHE_VARIABLE
+from megasdc.model.gpt import residual_sum, rotate
 from megasdc.model.loss import TokenLoss, VocabParallelCrossEntropy
-from megasdc.model.modules import residual_sum, rotate
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 H, EPS = 64, 1e-5
@@ -205,34 +205,34 @@ def test_one_compilation_a_kind_of_arguments() -> None:
 
 def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 78 with what is missing and what to do."""
-    compiled.find_compiler.cache_clear()
+    fused.find_compiler.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     try:
         with pytest.raises(LaunchError, match=r"model\.fuse: got true.*no-such-compiler.*set megasdc") as error:
-            compiled.require_compiler("cpu")
+            fused.require_compiler("cpu")
         with pytest.raises(LaunchError, match="no-such-compiler"):
             fused.Fused(lambda x: x + 1)(X)
     finally:
-        compiled.find_compiler.cache_clear()
+        fused.find_compiler.cache_clear()
     assert error.value.exit_code == 78
 
 
 def test_triton_is_looked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without it the early check ends with exit code 78; its version is its own, whatever the name of its wheel."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compiled, "find_compiler", lambda device: f"a compiler for {device}")
+    monkeypatch.setattr(fused, "find_compiler", lambda device: f"a compiler for {device}")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "triton", None)
-    for call in (lambda: compiled.require_compiler("cuda"), compiled.code_generator):
+    for call in (lambda: fused.require_compiler("cuda"), fused.code_generator):
         with pytest.raises(
             LaunchError, match=r"model\.fuse: got true.*Triton cannot be imported.*set megasdc"
         ) as error:
             call()
         assert error.value.exit_code == 78
-    compiled.require_compiler("cpu")
+    fused.require_compiler("cpu")
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.9.1+image"))
-    compiled.require_compiler("cuda")
-    assert compiled.code_generator() == "triton 3.9.1+image"
+    fused.require_compiler("cuda")
+    assert fused.code_generator() == "triton 3.9.1+image"
 
 
 @pytest.mark.parametrize("kind", ["missing", "too old"])
@@ -256,7 +256,7 @@ def test_a_compiler_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     broken = tmp_path / "broken"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0 && exit 0\necho no space left >&2; exit 1\n')
     broken.chmod(0o755)
-    compiled.find_compiler.cache_clear()
+    fused.find_compiler.cache_clear()
     monkeypatch.setenv("CXX", str(broken))
     refused = pytest.raises(LaunchError, match=r"(?s)halved was not compiled.*no space left")
     try:
@@ -266,7 +266,7 @@ def test_a_compiler_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
         ):
             fused.Fused(halved)(_normal(3, 5))
     finally:
-        compiled.find_compiler.cache_clear()
+        fused.find_compiler.cache_clear()
     assert error.value.exit_code == 78
 
 
@@ -280,4 +280,4 @@ def test_a_cache_folder_must_be_writable(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "inductor"))
     with pytest.raises(StorageError, match=r"file/inductor: .*set TORCHINDUCTOR_CACHE_DIR"):
-        compiled.require_compiler("cpu")
+        fused.require_compiler("cpu")

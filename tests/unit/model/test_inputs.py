@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 from megasdc.common.addresses import BACKWARD, FORWARD
-from megasdc.model.inputs import InputProbe
 from megasdc.model.kinds import ACTIVATION, FC1, FC2
-from megasdc.model.submodules import Submodule
+from megasdc.model.submodules import InputProbe, Submodule
 
 
 def test_inputs_and_output_gradients_are_shown():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megasdc.model.modules import ResidualAdd, hidden_masks
+from megasdc.model.gpt import ResidualAdd, hidden_masks
 from megasdc.model.randomness import DropoutStreams, mix, seeded_build
 
 

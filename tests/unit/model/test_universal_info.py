@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from megasdc.config.sections.model import ModelSection
-from megasdc.model.sharding import Split, parameter_splits
-from megasdc.model.universal import universal_info
+from megasdc.model.sharding import Split, parameter_splits, universal_info
 
 LLAMA: dict[str, Any] = {
     "position_embedding": "rope",

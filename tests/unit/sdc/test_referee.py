@@ -14,10 +14,9 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
 from megasdc.common.addresses import FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.model.gpt import ACTIVATIONS, rotate
 from megasdc.model.kinds import NORM
 from megasdc.model.loss import TokenLoss
-from megasdc.model.modules import rotate
-from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.referee.attention import Off, attended, elements, given, head_gradients, rotated, summed, unrotated
 from megasdc.sdc.referee.recompute import kept_calls, make_exhibit
 from megasdc.sdc.referee.referee import agreed, is_within, judge_rounding

@@ -28,8 +28,8 @@ from megasdc.events import Event, EventLog
 from megasdc.faults.drill import build_injector
 from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.stored import StateFaults
+from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
-from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.referee.recompute import LINEAR

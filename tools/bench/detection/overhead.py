@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.config.sections.detection import SdcSection
-from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.model.sizes import padded_vocab_size
 from megasdc.sdc.cost import FP32_BYTES, Cadence, RankWork, Rates, median_rates
 from tools.bench.detection.options import OverheadOptions
 from tools.bench.detection.overhead_model import (

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megasdc.common.errors import ConfigError
 from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.determinism import set_deterministic
+from megasdc.model.gpt import ACTIVATIONS
 from megasdc.model.loss import TokenLoss
-from megasdc.model.transformer_config import ACTIVATIONS
 from megasdc.sdc.referee.attention import attended, elements, given, head_gradients
 from megasdc.sdc.referee.referee import judge_rounding
 from megasdc.sdc.referee.rounding_bounds import (

@@ -16,8 +16,8 @@ from megasdc.config.sections.megasdc import TraceSection
 from megasdc.data.loader import MemoryStream
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.kinds import GRANULARITIES
+from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
-from megasdc.model.transformer_config import padded_vocab_size
 from megasdc.sdc.cost import Accelerator, RankWork, predicted_share, reads_of_step, total
 from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.tracer import Tracer, choose_submodules

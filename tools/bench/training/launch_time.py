@@ -20,7 +20,7 @@ from typing import Any
 from megasdc.common.errors import MegasdcError
 from megasdc.config.sections.data import DataSection
 from megasdc.events import read_events
-from megasdc.model.compiled import CACHE_VARIABLE
+from megasdc.model.fused import CACHE_VARIABLE
 from megasdc.parallel.local_ranks import base_environment, free_port
 from megasdc.parallel.run_ranks import TAIL_CHARACTERS
 from tools.bench.result import Report, table

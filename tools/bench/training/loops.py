@@ -28,8 +28,7 @@ from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.pipeline import build_pipeline
-from megasdc.model.sizes import model_sizes
-from megasdc.model.transformer_config import padded_vocab_size
+from megasdc.model.sizes import model_sizes, padded_vocab_size
 from megasdc.optim.zero1 import parameter_groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build_engine import DTYPES, build_training_engine, deepspeed_config
