@@ -19,6 +19,7 @@ from megasdc.metrics.names import peak_tflops
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes, padded_vocab_size
 from megasdc.parallel.dims import ReplicaWorld
+from megasdc.train.build import Features, SharedLaunch, Start
 from megasdc.train.detection.build import build_detection, build_search, watches_of
 from megasdc.train.detection.chain import Chain
 from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
@@ -26,18 +27,13 @@ from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, wa
 from megasdc.train.detection.slices.hook import SliceChecks
 from megasdc.train.detection.step_checker import StepChecker
 from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.process.folder_locks import FolderWatch
-from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
-from megasdc.train.process.isolation import IsolationLimit
-from megasdc.train.process.startup import StartReport
-from megasdc.train.report import Evaluator, Reporter
+from megasdc.train.isolation import IsolationLimit
+from megasdc.train.process import CollectionTimer, ManagedCollection, StartReport
+from megasdc.train.report import Evaluator, Reporter, build_writer
 from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import OncePerStep, RunState, Saver, WaitForSnapshots, checkpoint_folder
-from megasdc.train.sinks import build_writer
-from megasdc.train.start import Features, SharedLaunch, Start
-from megasdc.train.step_details import DetailsRecorder
-from megasdc.train.stop import LastLines, RoomWatch, SkipWatch, StopWatch
-from megasdc.train.trace import TraceRecorder, build_tracer, trace_header
+from megasdc.train.stop import FolderWatch, LastLines, RoomWatch, SkipWatch, StopWatch
+from megasdc.train.trace import DetailsRecorder, TraceRecorder, build_tracer, trace_header
 from megasdc.train.user_hooks import build_user_hooks, refuse_shared_names
 
 if TYPE_CHECKING:

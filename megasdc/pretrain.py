@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megasdc.train import main
-from megasdc.train.process.signals import Leave
+from megasdc.train.signals import Leave
 
 if TYPE_CHECKING:
-    from megasdc.train.start import Features
+    from megasdc.train.build import Features
 
 
 def pretrain(

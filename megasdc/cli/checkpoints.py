@@ -125,7 +125,7 @@ def convert_checkpoint(
     """
     with stdout_kept_clean():
         from megasdc.interchange.convert import convert_to_universal
-        from megasdc.train.process.signals import exiting_on_signals
+        from megasdc.train.signals import exiting_on_signals
 
         with exiting_on_signals():
             report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)

@@ -18,7 +18,7 @@ from megasdc.common.program import echo, write_atomically
 if TYPE_CHECKING:
     from megasdc.config.checks import BatchLayout
     from megasdc.config.load import RunConfig
-    from megasdc.train.memory_step import StepMemory
+    from megasdc.train.memory import StepMemory
 
 
 @app.command("check-config", epilog="Example: megasdc check-config configs/smoke.json --world-size 2")
@@ -55,8 +55,13 @@ def check_config(
     Relative paths in the file are relative to the folder that the run is started in.
     """
     from megasdc.config.checks import find_warnings
-    from megasdc.train.memory import host_memory_bytes, memory_of_stages, memory_warning
-    from megasdc.train.memory_step import predict_step_memory, unpredicted_because
+    from megasdc.train.memory import (
+        host_memory_bytes,
+        memory_of_stages,
+        memory_warning,
+        predict_step_memory,
+        unpredicted_because,
+    )
 
     if guard:
         given = {"--world-size": world_size, "--vocab-size": vocab_size, "--device-memory-gib": device_memory_gib}
@@ -166,7 +171,7 @@ def _notes(file: Path, overrides: Sequence[str], config: RunConfig, layout: Batc
 
 def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:
     """A warning if the largest stage needs more memory than a device has."""
-    from megasdc.train.memory_step import MIB
+    from megasdc.train.memory import MIB
 
     largest = max(memory, key=lambda stage: stage.total)
     if largest.total <= device_gib * 1024 * MIB:
@@ -194,7 +199,7 @@ def _describe(layout: BatchLayout) -> str:
 
 
 def _describe_memory(memory: list[StepMemory], device_gib: float | None, not_predicted: str | None) -> str:
-    from megasdc.train.memory_step import MIB, memory_table
+    from megasdc.train.memory import MIB, memory_table
 
     if not_predicted is not None:
         return f"peak memory of a step is not predicted with {not_predicted} set"

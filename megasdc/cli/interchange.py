@@ -47,7 +47,7 @@ def export_hf(
     """
     with stdout_kept_clean():
         from megasdc.interchange.export_hf import export_hf
-        from megasdc.train.process.signals import exiting_on_signals
+        from megasdc.train.signals import exiting_on_signals
 
         with exiting_on_signals():
             result = export_hf(
@@ -75,7 +75,7 @@ def import_hf(
     """Make initial weights from a Hugging Face model, for training at any layout; prints the `model` section for it."""
     with stdout_kept_clean():
         from megasdc.interchange.import_hf import import_hf
-        from megasdc.train.process.signals import exiting_on_signals
+        from megasdc.train.signals import exiting_on_signals
 
         with exiting_on_signals():
             result = import_hf(model, out, force=force, progress=not as_json)
@@ -198,7 +198,7 @@ def generate(
     Keeps no cache: the whole text is recomputed for each token. The model sees the last max_positions tokens.
     """
     with stdout_kept_clean():
-        from megasdc.train.generation import generate
+        from megasdc.train.inference import generate
 
         result = generate(
             source,

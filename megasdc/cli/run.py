@@ -134,7 +134,7 @@ def launch(
     """Check all hosts, start DeepSpeed's launcher, and return the true exit code, with first failed rank and cause."""
     from megasdc.ops.launch.front import launch_run
     from megasdc.ops.launch.request import LaunchRequest
-    from megasdc.train.process.signals import exiting_on_signals
+    from megasdc.train.signals import exiting_on_signals
 
     request = LaunchRequest(**{name: value for name, value in vars(options).items() if value is not None})
     with exiting_on_signals() as signals:
@@ -172,7 +172,7 @@ def run(
     from megasdc.ops.launch.deepspeed_command import read_command
     from megasdc.ops.launch.front import launch_run
     from megasdc.ops.supervise.command import supervise_program
-    from megasdc.train.process.signals import exiting_on_signals
+    from megasdc.train.signals import exiting_on_signals
 
     if supervise and (dry_run or as_json):
         raise typer.BadParameter("it has neither --dry-run nor --json", param_hint="--supervise")
@@ -246,7 +246,7 @@ def _check_script(
     from megasdc.attached.settings import load_settings
     from megasdc.ops.determinism_check.program import check_program
     from megasdc.ops.launch.deepspeed_command import read_command
-    from megasdc.train.process.signals import exiting_on_signals
+    from megasdc.train.signals import exiting_on_signals
 
     read = read_command(command)
     found = load_settings({} if settings is None else settings, overrides, run_dir=f"runs/{read.name}")

@@ -87,7 +87,7 @@ def triage(
         from megasdc.lab.triage.triage import triage_step
         from megasdc.lab.triage.triage_page import triage_page
         from megasdc.output.page import print_pages
-        from megasdc.train.process.signals import exiting_on_signals
+        from megasdc.train.signals import exiting_on_signals
 
         with exiting_on_signals():
             result = triage_step(run_dir, step, hostfile=hostfile, second_hostfile=second_hostfile)

@@ -1,39 +1,54 @@
-"""Building a run from its configuration, in the order of the start; its hooks are made by ``megasdc.features``."""
+"""A run from its configuration, in the order of the start: groups, locks on its folders, engine, data, resume, hooks.
+
+A ``Start`` is what hooks are built from, by ``megasdc.features``, which adds what the storeys above the core have. The
+folders of a launch are locked on every host before anything there is read or changed.
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import os
+import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megasdc.checkpoint.fence import Fence
 from megasdc.checkpoint.manifest import installed_versions
-from megasdc.common.durable import write_durably
-from megasdc.common.errors import StorageError
-from megasdc.common.origin import Origin, count_start
-from megasdc.common.run_lock import LockedFolders
+from megasdc.common.durable import wait_for_room, write_durably
+from megasdc.common.errors import MegasdcError, StorageError, error_of_rank
+from megasdc.common.origin import LAUNCH_ID_VARIABLE, Origin, count_start
+from megasdc.common.run_lock import (
+    ENDED_LAUNCHES_VARIABLE,
+    STALE_S,
+    Holder,
+    LockedFolders,
+    RunLock,
+    join_lock,
+    take_lock,
+)
 from megasdc.common.versions import component_versions, untested_versions
 from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig
 from megasdc.config.replica import replica_config
 from megasdc.config.sections.data import DataSection
-from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.sections.megasdc import MegasdcSection, ParallelSection
+from megasdc.config.sections.study import StudySection
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_section_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader, StepBatches
 from megasdc.data.manifest import Manifest, unchecked
 from megasdc.data.position import Order, Position
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Run
+from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
 from megasdc.model.fused import require_compiler
@@ -44,15 +59,107 @@ from megasdc.parallel.groups import device_uuid
 from megasdc.parallel.rendezvous import AskedRanks
 from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.detection.build import detects
-from megasdc.train.process.cpu import prepare_cpu
-from megasdc.train.process.folder_locks import hold_folders
-from megasdc.train.process.isolation import SurvivingRanks
-from megasdc.train.process.signals import StopSignals
-from megasdc.train.process.startup import StartClock
+from megasdc.train.isolation import SurvivingRanks
+from megasdc.train.process import StartClock, prepare_cpu
+from megasdc.train.report import FILE_SINKS, sink_folder
 from megasdc.train.saving.resume import resume
 from megasdc.train.saving.saver import checkpoint_folder
-from megasdc.train.sinks import FILE_SINKS, sink_folder
-from megasdc.train.start import Features, Injection, SharedLaunch, Start
+from megasdc.train.signals import StopSignals
+
+if TYPE_CHECKING:
+    from megasdc.faults.delay import DelayReport
+    from megasdc.faults.injector import Injector
+    from megasdc.faults.process import ProcessFaults
+
+
+class SharedLaunch(Protocol):
+    """Part of a rank in a launch of several whole runs, the replicas of a study.
+
+    Attributes:
+        section: of the study.
+        world: place of this rank in the launch.
+        folder: of the launch.
+        store: of all ranks of the launch, once they have met.
+    """
+
+    section: StudySection
+    world: ReplicaWorld
+    folder: Path
+
+    @property
+    def store(self) -> Any:
+        """See the class."""
+
+    def meet(self, section: ParallelSection, on_met: Callable[[], None]) -> None:
+        """Join the process group of this rank's run, and connect to the ranks at the same place of the others.
+
+        Collective: all ranks of the launch.
+        """
+
+    def agree_on_checkpoint(self, step: int) -> int | None:
+        """None if all runs have found a checkpoint of the same step (0: none); else the earliest, to search again from.
+
+        Collective: the ranks of equal place in all runs.
+        """
+
+
+@dataclass(frozen=True)
+class Injection:
+    """Fault injection of a run, each None without: in tensors, in this rank's process, and delays with their report."""
+
+    injector: Injector | None
+    process_faults: ProcessFaults | None
+    delays: DelayReport | None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What hooks are built from: a run at the step from which it continues, still without hooks, and its services.
+
+    Attributes:
+        manifest: of the training data.
+        eval_loader: None without evaluation.
+        batches: keeps those of a step where a check may read them again; else None.
+        split: on rank 0 only.
+        locks: of the run's folders.
+        fence: of the folder of its checkpoints.
+        remaining: the ranks that are left of the launch; None: all.
+        shared: None but in a study.
+    """
+
+    config: RunConfig
+    run: Run
+    manifest: Manifest
+    eval_loader: EvalLoader | None
+    batches: StepBatches | None
+    split: TimeSplit | None
+    clock: StartClock
+    signals: StopSignals
+    injection: Injection
+    locks: Sequence[RunLock]
+    fence: Fence
+    remaining: SurvivingRanks | None
+    shared: SharedLaunch | None
+
+    @property
+    def sections(self) -> MegasdcSection:
+        """The configuration's own sections."""
+        return self.config.megasdc
+
+
+@dataclass(frozen=True)
+class Features:
+    """What an entry point adds to the core.
+
+    Attributes:
+        build_hooks: makes the hooks of a run, in the order in which they are called. All ranks of the world call it.
+        share_launch: makes this rank's part in a launch of several runs, from the study, its place and the folder of
+            the launch.
+    """
+
+    build_hooks: Callable[[Start], list[Hook]]
+    share_launch: Callable[[StudySection, ReplicaWorld, Path], SharedLaunch]
+
 
 logger = logging.getLogger(__name__)
 
@@ -386,3 +493,80 @@ def _write_resolved(place: _Place) -> None:
         configs[place.shared.folder] = place.whole
     for folder, config in configs.items():
         write_durably(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
+
+
+def hold_folders(
+    folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: LockedFolders
+) -> list[RunLock]:
+    """Lock the folders of a launch and return this rank's locks, or end all ranks with one error that names the holder.
+
+    Rank 0 takes the locks. A rank that sees them held by its own launch shares them; else, with folders local to each
+    node, the first rank of a host locks that host's.
+
+    Folders are created if absent. ``timeout_s``: seconds to wait for another rank, besides the time that it may watch a
+    lock of another host. ``held`` gets this rank's locks and the launch's token.
+
+    Raises:
+        LaunchError: another launch holds a folder; on all ranks.
+        StorageError: a folder cannot be written; on all ranks.
+
+    Collective: all ranks of the launch.
+    """
+    call = store.add(f"run_lock/calls of {rank}", 1)  # in one process there may be several with one store
+    store = dist.PrefixStore(f"run_lock/{call}", store)
+    wait = datetime.timedelta(seconds=timeout_s + 2 * STALE_S * len(folders))
+    if rank == 0:
+        held.token = token = secrets.token_hex(8)
+        locks, refusal = _try_all(folders, _holder(token), take_lock, held)
+        store.set("first", json.dumps({"token": token, "refusal": refusal}))
+        refusals = [refusal, *(_get(store, f"rank_{other}", wait) for other in range(1, world_size) if not refusal)]
+        verdict = next((text for text in refusals if text), "")
+        store.set("verdict", verdict)
+    else:
+        first = json.loads(_get(store, "first", wait))
+        held.token = token = first["token"]
+        locks, refusal = [], first["refusal"]
+        if not refusal:
+            locks, refusal = _try_all(folders, _holder(token), join_lock, held)
+            store.set(f"rank_{rank}", refusal)
+        verdict = refusal or _get(store, "verdict", wait)
+    if verdict:
+        found = json.loads(verdict)
+        raise error_of_rank(found["exit_code"])(found["message"])
+    for lock in locks:
+        if lock.replaced is not None:
+            logger.warning("%s: took over the lock that %s did not release", lock.folder, lock.replaced)
+    return locks
+
+
+def _holder(token: str) -> Holder:
+    return Holder.this_process(token, os.environ.get(LAUNCH_ID_VARIABLE))
+
+
+def _try_all(
+    folders: Sequence[Path],
+    holder: Holder,
+    hold: Callable[[Path, Holder, Callable[[str], None], Collection[str]], RunLock | None],
+    held: LockedFolders,
+) -> tuple[list[RunLock], str]:
+    """Lock every folder; also the reason why not, as a text for all ranks, empty on success."""
+    locks = []
+    ended = os.environ.get(ENDED_LAUNCHES_VARIABLE, "").split(",")
+    try:
+        for folder in folders:
+            wait_for_room(partial(folder.mkdir, parents=True, exist_ok=True), folder, logger.warning)
+            lock = wait_for_room(partial(hold, folder, holder, logger.warning, ended), folder, logger.warning)
+            if lock is not None:
+                held.add(lock)
+                locks.append(lock)
+    except MegasdcError as error:
+        return locks, json.dumps({"exit_code": error.exit_code, "message": str(error)})
+    except OSError as error:
+        problem = StorageError(f"{error.filename or folders[0]} cannot be written: {error.strerror}")
+        return locks, json.dumps({"exit_code": problem.exit_code, "message": str(problem)})
+    return locks, ""
+
+
+def _get(store: dist.Store, key: str, wait: datetime.timedelta) -> str:
+    store.wait([key], wait)
+    return store.get(key).decode()

@@ -28,15 +28,14 @@ from megasdc.optim.zero1 import parameter_groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.groups import device_index, ranks_on_device
-from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
-from megasdc.train.memory_step import HOST_BUCKET_ELEMENTS
-from megasdc.train.process.startup import StartClock
+from megasdc.train.memory import HOST_BUCKET_ELEMENTS, check_memory, host_memory_bytes, memory_of_stages
+from megasdc.train.process import StartClock
 from megasdc.train.saving.saver import checkpoint_folder
 
 logger = logging.getLogger(__name__)
 
 OWN_SINKS = ("tensorboard", "csv_monitor", "wandb")
-"""DeepSpeed's keys of sinks that are ours (``megasdc.train.sinks``): with them DeepSpeed would write there, too."""
+"""DeepSpeed's keys of sinks that are ours (``megasdc.train.report``): with them DeepSpeed would write there, too."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -50,7 +50,7 @@ from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import Field, gather_objects
-from megasdc.train.process.garbage import CollectionTimer
+from megasdc.train.process import CollectionTimer
 
 logger = logging.getLogger(__name__)
 

@@ -1,19 +1,23 @@
-"""Start and end of one training rank: from a configuration file to an exit code."""
+"""One training rank, from a configuration file to an exit code: its start, the loop over steps, its end."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import logging
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasdc.common import durable as room
-from megasdc.common.errors import LaunchError
+from megasdc.common.errors import LaunchError, as_known_error
 from megasdc.common.imports import imports_kept
 from megasdc.common.run_lock import LockedFolders, others_kept_out
 from megasdc.common.versions import check_range, component_versions, names_checked
@@ -25,17 +29,15 @@ from megasdc.config.replica import replica_config
 from megasdc.config.sections.study import StudySection
 from megasdc.events import EventLog
 from megasdc.parallel.dims import ReplicaWorld
-from megasdc.train.process.known_errors import as_known_error
-from megasdc.train.process.late_compile import compiled_when_called
-from megasdc.train.process.library_lines import LibraryLines
-from megasdc.train.process.logs import set_up_logging
-from megasdc.train.process.signals import STOPPED_START, Leave, StopSignals
+from megasdc.train.logs import LibraryLines, set_up_logging
+from megasdc.train.signals import STOPPED_START, Leave, StopSignals
 
 if TYPE_CHECKING:
     from megasdc.engine.hooks import Run
-    from megasdc.train.process.isolation import SurvivingRanks
-    from megasdc.train.process.startup import StartClock
-    from megasdc.train.start import Features
+    from megasdc.train.build import Features
+    from megasdc.train.isolation import SurvivingRanks
+    from megasdc.train.process import StartClock
+
 
 logger = logging.getLogger("megasdc")
 
@@ -131,37 +133,6 @@ def _explain(error: Exception) -> tuple[int, Exception]:
     return known.exit_code, known
 
 
-def report_failure(
-    folder: Path | None, code: int, error: BaseException, process_started: float, held: LockedFolders
-) -> None:
-    """Write the event ``end/failed`` to the run folder, for the summary and the report of the run.
-
-    Nothing is written to a folder that does not exist, is not known (None), or is held by another launch;
-    ``process_started``: seconds since the epoch.
-    """
-    if folder is None or isinstance(error, LaunchError):
-        return  # a refused start is not part of the run in that folder, which may be running
-    text = str(error) or repr(error)
-    try:
-        if not folder.is_dir():
-            return
-        with others_kept_out(held.folder or folder, held.token, logger.warning) as free:
-            if not free:
-                return
-            events = EventLog(folder, int(os.environ.get("RANK", "0")), held.origin)
-            events.emit(
-                "end",
-                "failed",
-                exit_code=code,
-                error=type(error).__name__,
-                message=text.splitlines()[0],
-                process_started=process_started,
-            )
-            events.close()
-    except OSError as problem:
-        logger.warning("the event of the end could not be written into %s: %s", folder, problem)
-
-
 def cut_world(section: StudySection, environ: MutableMapping[str, str]) -> ReplicaWorld | None:
     """Reduce this rank's world to its replica, for everything that reads the launcher's variables later.
 
@@ -218,9 +189,9 @@ def _train(
     """Train to the end; where replicas are left out, this rank starts once more or ends. Returns how it ended."""
     library = LibraryLines()
     with imports_kept(), library, compiled_when_called(), names_checked():
-        from megasdc.train import build, loop  # noqa: F401 - all of PyTorch and DeepSpeed
-        from megasdc.train.process.isolation import free_previous_run
-        from megasdc.train.process.startup import StartClock
+        from megasdc.train import build  # noqa: F401 - all of PyTorch and DeepSpeed
+        from megasdc.train.isolation import free_previous_run
+        from megasdc.train.process import StartClock
 
         rank = _Rank(world, signals, held, library, features())
 
@@ -238,8 +209,7 @@ def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
     """Train until the run ends: how; or until replicas are left out: the ranks that go on, this one among them."""
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
-    from megasdc.train.loop import train
-    from megasdc.train.process.isolation import IsolationError, leave_replicas_out
+    from megasdc.train.isolation import IsolationError, leave_replicas_out
 
     signals, held, library = rank.signals, rank.held, rank.library
     try:
@@ -276,6 +246,51 @@ def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
     return f"left out: its replica was found wrong in step {step}"
 
 
+def train(run: Run) -> None:
+    """Run steps until the run is complete or has a reason to stop, from the step from which it continues.
+
+    Raises:
+        IsolationError: replicas are wrong, without which the others can go on; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    from megasdc.train.isolation import IsolationError
+
+    hooks = tuple(run.hooks)
+    try:
+        for hook in hooks:
+            hook.on_start(run)
+        while not run.is_last_step:
+            train_step(run)
+        for hook in hooks:
+            hook.on_end(run)
+    except IsolationError:
+        for hook in hooks:
+            hook.before_isolation(run)
+        raise
+    finally:
+        for hook in hooks:
+            hook.close()
+
+
+def train_step(run: Run) -> None:
+    """Run one step of a started run, with all hooks before and after it.
+
+    Collective: all ranks of the world.
+    """
+    for hook in tuple(run.hooks):  # a copy: an observer may be attached or removed meanwhile
+        hook.before_step(run)
+    result = run.engine.train_step(run.batches)
+    run.step = result.step
+    run.tokens += result.tokens
+    run.samples += result.micro_batches * run.engine.micro_batch_size
+    run.skipped_steps += result.skipped is not None
+    if result.is_finite:
+        run.finite_step = result.step
+    for hook in tuple(run.hooks):
+        hook.after_step(run, result)
+
+
 def report_end(run: Run, first: int) -> None:
     """Report the end of a run that did not fail, as a line and an event; a launch that trained nothing is a warning.
 
@@ -294,3 +309,79 @@ def report_end(run: Run, first: int) -> None:
         skipped = f"; {run.skipped_steps} steps were skipped" if run.skipped_steps else ""
         logger.info("stopped at step %d of %d: %s%s", run.step, run.steps, reason, skipped)
     run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
+
+
+def report_failure(
+    folder: Path | None, code: int, error: BaseException, process_started: float, held: LockedFolders
+) -> None:
+    """Write the event ``end/failed`` to the run folder, for the summary and the report of the run.
+
+    Nothing is written to a folder that does not exist, is not known (None), or is held by another launch;
+    ``process_started``: seconds since the epoch.
+    """
+    if folder is None or isinstance(error, LaunchError):
+        return  # a refused start is not part of the run in that folder, which may be running
+    text = str(error) or repr(error)
+    try:
+        if not folder.is_dir():
+            return
+        with others_kept_out(held.folder or folder, held.token, logger.warning) as free:
+            if not free:
+                return
+            events = EventLog(folder, int(os.environ.get("RANK", "0")), held.origin)
+            events.emit(
+                "end",
+                "failed",
+                exit_code=code,
+                error=type(error).__name__,
+                message=text.splitlines()[0],
+                process_started=process_started,
+            )
+            events.close()
+    except OSError as problem:
+        logger.warning("the event of the end could not be written into %s: %s", folder, problem)
+
+
+Function = Callable[..., Any]
+
+
+IMPORTED_LATER = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""Modules imported when any optimizer is created: Dynamo by PyTorch, Muon by DeepSpeed."""
+
+
+@contextmanager
+def compiled_when_called() -> Iterator[None]:
+    """Inside, ``torch.compile`` of a function compiles it, with the same options, at its first call.
+
+    Megatron-core (0.16.1, ``core/jit.py``) so decorates every fused function on import, and DeepSpeed (0.19.8) its
+    Muon, which it imports when it builds an optimizer of any kind (``zero/utils.py``). The first decoration imports
+    Inductor: a fifth of the processor time of a rank's imports, even if none of these functions is called. Modules that
+    the optimizer would import later are imported at the end of the block.
+    """
+    import torch
+
+    compile_now: Function = torch.compile
+
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return functools.partial(compile_later, **options)
+        return _later(model, compile_now, options) if inspect.isfunction(model) else compile_now(model, **options)
+
+    torch.compile = compile_later  # type: ignore[assignment]
+    try:
+        yield
+        for name in IMPORTED_LATER:
+            with suppress(ImportError):  # as DeepSpeed, which works without it
+                importlib.import_module(name)
+    finally:
+        torch.compile = compile_now  # type: ignore[assignment]
+
+
+def _later(function: Function, compile_now: Function, options: dict[str, Any]) -> Function:
+    compiled = functools.cache(lambda: compile_now(function, **options))
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return compiled()(*arguments, **named)
+
+    return call

@@ -1,4 +1,7 @@
-"""Reasons to stop a run before its last step: signals, time, too many skipped steps, no room; agreed by all ranks."""
+"""Reasons to stop a run before its last step: signals, time, skipped steps, no room, a folder that another launch took.
+
+All ranks agree on them, but on the last, which is an error.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.verification_marks import find_way_back
 from megasdc.common import durable as room
-from megasdc.common.errors import NonFiniteError, StorageError
+from megasdc.common.errors import LaunchError, NonFiniteError, StorageError
+from megasdc.common.run_lock import STALE_S, RunLock
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.parallel.collectives import MIN, Field, gather_objects
-from megasdc.train.process.signals import StopSignals
+from megasdc.train.signals import StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,32 @@ def where_to_go_on(run: Run, folder: Path | None) -> str:
                 text = f"go back to {way}, with megasdc.checkpoint.resume_at_most={way.step}"
     found: str = gather_objects(text, run.host_group)[0]
     return found
+
+
+class FolderWatch(Hook):
+    """Ends a run whose folder another launch has taken over, as one may after its host was frozen for ``STALE_S``.
+
+    It is the first hook, so that nothing more is written.
+    """
+
+    def __init__(self, locks: Sequence[RunLock]) -> None:
+        self.locks = locks
+
+    def on_start(self, run: Run) -> None:
+        """Emit an event for each stale lock that was replaced, once the folders are this launch's alone."""
+        for lock in self.locks:
+            lock.wait_until_alone()
+            if lock.replaced is not None:
+                run.events.emit("start", "lock_taken_over", folder=str(lock.folder), left_by=lock.replaced)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Check that this launch still holds the locks."""
+        for lock in self.locks:
+            if lock.taken_by is not None:
+                raise LaunchError(
+                    f"{lock.folder} was taken by {lock.taken_by}: this run did not update it for {STALE_S:g} s, or "
+                    "its supervisor took it for ended; this run ends, so that only one of them writes there"
+                )
 
 
 class SkipWatch(Hook):

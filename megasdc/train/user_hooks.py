@@ -8,12 +8,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megasdc.common.errors import ConfigError
+from megasdc.common.errors import ConfigError, as_known_error
 from megasdc.common.user_code import create, load_class
 from megasdc.config.sections.hooks import UserHookSpec
 from megasdc.engine.hooks import PURPOSES, Hook, Run, Slot
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.process.known_errors import as_known_error
 
 logger = logging.getLogger(__name__)
 

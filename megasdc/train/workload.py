@@ -25,7 +25,7 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm
 from megasdc.train.build_engine import build_training_engine
-from megasdc.train.process.startup import StartClock
+from megasdc.train.process import StartClock
 
 
 def workload_config(config: RunConfig) -> RunConfig:

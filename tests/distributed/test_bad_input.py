@@ -185,8 +185,7 @@ def test_a_run_folder_in_use(tmp_path: Path, data: Path) -> None:
 def _stop_in_the_start(config: str, folder: str) -> None:
     """Body of a rank: rank 1 stands still when the folder is held; rank 0, which waits for it, is asked to stop."""
     from megasdc.pretrain import pretrain
-    from megasdc.train import build
-    from megasdc.train.process import signals
+    from megasdc.train import build, signals
 
     signals.STUCK_S, build_engine = 1.0, build.build_training_engine
 

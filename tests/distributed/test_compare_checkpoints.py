@@ -40,7 +40,7 @@ LLAMA = {**MODELS["llama"], "num_query_groups": 2}
 
 def _save_at_once(config: str) -> tuple[int, str | None]:
     """Start a run, save without training, and end."""
-    from megasdc.train import loop as loop_module
+    from megasdc.train import main as loop_module
 
     def save(run: Any) -> None:
         nothing: Any = SimpleNamespace(skipped="nothing was trained")

@@ -31,7 +31,7 @@ from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.loop import train_step
+from megasdc.train.main import train_step
 
 pytestmark = pytest.mark.distributed
 

@@ -16,8 +16,8 @@ from megasdc.checkpoint.snapshots.messages import Act
 from megasdc.checkpoint.snapshots.writer_main import act
 from megasdc.common.run_lock import RECORD_FILE, Holder
 from megasdc.events import read_events
-from megasdc.train.process.folder_locks import FolderWatch
 from megasdc.train.saving.saver import Saver
+from megasdc.train.stop import FolderWatch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

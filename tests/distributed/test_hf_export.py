@@ -136,8 +136,7 @@ def test_export_computes_what_the_run_computed(
     tmp_path: Path, data: Path, trained: Trained, name: str, layout: tuple[int, int, int]
 ) -> None:
     """Logits, the run's own loss and greedy text agree, and a re-import gives every tensor back bit for bit."""
-    from megasdc.train.generation import generate
-    from megasdc.train.inference import evaluate_weights
+    from megasdc.train.inference import evaluate_weights, generate
 
     run = trained(name, layout)
     result = export_hf(run / "checkpoints", tmp_path / "out", max_shard_size="200KB")
@@ -415,7 +414,7 @@ def test_sizes_and_their_division() -> None:
 
 def test_generation_samples_and_cuts_the_context(exported: Path, trained: Trained, data: Path) -> None:
     """The same seed draws the same text, top-k 1 is greedy, and a long prompt is seen from its last tokens on."""
-    from megasdc.train.generation import generate
+    from megasdc.train.inference import generate
 
     source = trained("gpt", (1, 1, 1)) / "checkpoints"
     draws = [generate(source, "def ", max_tokens=8, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
@@ -434,7 +433,7 @@ def test_generation_keeps_the_space_after_the_prompt(tmp_path: Path, exported: P
     """With a SentencePiece model that begins each text with a space, prompt and text together are what it decodes."""
     import sentencepiece
 
-    from megasdc.train.generation import generate
+    from megasdc.train.inference import generate
 
     library = Path(json.__file__).parent.parent
     sentencepiece.SentencePieceTrainer.train(
@@ -460,7 +459,7 @@ def test_generation_keeps_the_space_after_the_prompt(tmp_path: Path, exported: P
 
 def test_odd_arguments_of_a_generation(trained: Trained) -> None:
     """The smallest temperature is greedy; seeds past 64 bits and prompts that are no text are refused by name."""
-    from megasdc.train.generation import generate
+    from megasdc.train.inference import generate
 
     source = trained("gpt", (1, 1, 1)) / "checkpoints"
     assert (

@@ -24,7 +24,7 @@ from megasdc.checkpoint.views.logical import CheckpointWeights
 from megasdc.cli import main
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.interchange import convert, export_hf, import_hf
-from megasdc.train.process.signals import exiting_on_signals
+from megasdc.train.signals import exiting_on_signals
 
 pytestmark = pytest.mark.distributed
 
@@ -275,7 +275,7 @@ def test_a_tokenizer_of_transformers_is_exported_as_it_is(tmp_path: Path, data: 
 
     from megasdc.config.sections.data import DataSection
     from megasdc.data.prepare import prepare
-    from megasdc.train.generation import generate
+    from megasdc.train.inference import generate
 
     original = _byte_level_tokenizer(tmp_path / "tokenizer")
     section = DataSection.model_validate(

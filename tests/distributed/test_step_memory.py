@@ -11,7 +11,7 @@ from harness import run_distributed
 from megasdc.config.checks import check_layout
 from megasdc.config.sections.model import ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes
-from megasdc.train.memory_step import _Stage
+from megasdc.train.memory import _Stage
 from tools.bench.training.memory import BAR, BF16, CASES, FOUR, FUSED, LLAMA, MemoryCase, compare_memory
 
 pytestmark = pytest.mark.distributed

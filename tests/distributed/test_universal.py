@@ -68,7 +68,7 @@ def _whole_state(engine: Any) -> dict[str, Any]:
 def _pretrain_and_look(config: str, overrides: list[str], out: str, at: int) -> tuple[int, str | None]:
     """Train, and write the whole state: at the start if that is past step 0, and after step ``at``."""
     from megasdc.engine.hooks import Hook
-    from megasdc.train import loop as loop_module
+    from megasdc.train import main as loop_module
 
     train = loop_module.train
 

@@ -110,7 +110,7 @@ def sum_until_peer_lost(run_dir: Path) -> None:
 def meet_others(run_dir: Path, absent: bool) -> None:
     """Wait for all ranks, of which one never comes."""
     from megasdc.parallel import groups
-    from megasdc.train.process.signals import StopSignals
+    from megasdc.train.signals import StopSignals
 
     def leave(code: int, error: BaseException | None) -> None:
         write_done(run_dir, RANK, code, error, end=None if code else "stopped before its first step")

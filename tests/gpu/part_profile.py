@@ -70,7 +70,7 @@ def build_loop(options: dict[str, Any], folder: Path, model: dict[str, Any]) -> 
     from megasdc.data.loader import MemoryStream
     from megasdc.parallel import groups
     from megasdc.train.build import prepare_run_folder
-    from megasdc.train.process.cpu import prepare_cpu
+    from megasdc.train.process import prepare_cpu
     from tools.bench.training.loops import MegasdcLoop
     from tools.bench.training.options import TrainBenchOptions, run_config
 

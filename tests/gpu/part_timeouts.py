@@ -109,7 +109,7 @@ def nccl_behind() -> Any:
     import torch
     import torch.distributed as dist
 
-    from megasdc.train.process.known_errors import as_known_error
+    from megasdc.common.errors import as_known_error
 
     torch.cuda.set_device(0)
     limit = datetime.timedelta(seconds=4)

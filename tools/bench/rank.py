@@ -84,7 +84,7 @@ def join_ranks(tensor: int = 1, pipeline: int = 1, *, threads: int = 1, timeout_
     Collective: all ranks of the world.
     """
     from megasdc.parallel import groups
-    from megasdc.train.process.cpu import prepare_cpu
+    from megasdc.train.process import prepare_cpu
 
     prepare_cpu(threads)
     groups.init_process_group(timeout_s)
@@ -106,7 +106,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from megasdc.parallel import groups
-    from megasdc.train.process.logs import set_up_logging
+    from megasdc.train.logs import set_up_logging
 
     messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     set_up_logging(int(os.environ["RANK"]))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
+from megasdc.common.errors import as_known_error
 from megasdc.common.imports import imports_kept
 from megasdc.config.checks import check_layout
 from megasdc.config.environment import set_deterministic_environment
@@ -24,8 +25,7 @@ from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.sections.megasdc import TraceSection
 from megasdc.parallel.run_ranks import ReportChannel
 from megasdc.sdc.trace import Trace
-from megasdc.train.process.known_errors import as_known_error
-from megasdc.train.process.logs import set_up_logging
+from megasdc.train.logs import set_up_logging
 
 logger = logging.getLogger("megasdc")
 
@@ -48,8 +48,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
         from megasdc.parallel import groups
         from megasdc.sdc.trace_file import TraceWriter, trace_path
         from megasdc.train.build_engine import build_training_engine
-        from megasdc.train.process.cpu import prepare_cpu
-        from megasdc.train.process.startup import StartClock
+        from megasdc.train.process import StartClock, prepare_cpu
 
     sections = config.megasdc
     layout = check_layout(config, int(os.environ["WORLD_SIZE"]))

@@ -23,7 +23,7 @@ with imports_kept():
     import torch.distributed as dist
 
     from megasdc.common.addresses import Address
-    from megasdc.common.errors import ConfigError, MegasdcError, TraceError
+    from megasdc.common.errors import ConfigError, MegasdcError, TraceError, as_known_error
     from megasdc.config.environment import set_deterministic_environment
     from megasdc.config.load import RunConfig, parse_config
     from megasdc.determinism import set_deterministic
@@ -34,9 +34,8 @@ with imports_kept():
     from megasdc.sdc.trace_file import TraceWriter
     from megasdc.tensors.checksum import default_algorithm
     from megasdc.train.detection.golden_key import compare_key, golden_key, workload_of
-    from megasdc.train.process.cpu import prepare_cpu
-    from megasdc.train.process.known_errors import as_known_error
-    from megasdc.train.process.logs import set_up_logging
+    from megasdc.train.logs import set_up_logging
+    from megasdc.train.process import prepare_cpu
     from megasdc.train.workload import Workload, workload_cases
 
 PULSE_S = 1.0

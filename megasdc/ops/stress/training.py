@@ -19,7 +19,7 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import algorithm, default_algorithm
 from megasdc.train.detection.golden_key import golden_key, workload_of
-from megasdc.train.process.cpu import prepare_cpu
+from megasdc.train.process import prepare_cpu
 from megasdc.train.workload import Workload, workload_cases, workload_config
 
 COMMON: dict[str, Any] = {

@@ -25,7 +25,7 @@ from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.request import LaunchRequest, UserProgram
 from megasdc.ops.launch.supervision import print_front_message
 from megasdc.ops.supervise.diagnosis import SIGNALS
-from megasdc.train.process.signals import ExitSignals, exiting_on_signals
+from megasdc.train.signals import ExitSignals, exiting_on_signals
 
 MODULE = "megasdc.ops.supervise.attempt_process"
 HELD = (signal.SIGINT, signal.SIGTERM)

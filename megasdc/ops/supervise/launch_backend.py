@@ -51,7 +51,7 @@ from megasdc.ops.supervise.fitness import HostChecks, report_every
 from megasdc.ops.supervise.history import ENDED, Attempt, LaunchProcess
 from megasdc.ops.supervise.journal import FOLDER
 from megasdc.sdc.incident import load_incidents
-from megasdc.train.process.signals import STOPPED_START
+from megasdc.train.signals import STOPPED_START
 
 _END = "data/stream_end"
 _RESOLVED = "resolved.json"

@@ -38,7 +38,7 @@ from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.slices.hook import Checkable
 from megasdc.train.detection.step_checker import CheckSettings, StepChecker
 from megasdc.train.gradient_bounds import momentum_reset_of
-from megasdc.train.process.signals import StopSignals
+from megasdc.train.signals import StopSignals
 
 
 def build_referee(run: Run) -> Referee:

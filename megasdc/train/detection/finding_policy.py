@@ -44,7 +44,7 @@ from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
 from megasdc.train.detection.incidents import Incidents
 from megasdc.train.detection.parameters import ParameterReader
 from megasdc.train.detection.settings import SETTINGS, UsedSettings
-from megasdc.train.process.isolation import IsolationError
+from megasdc.train.isolation import IsolationError
 
 logger = logging.getLogger(__name__)
 

@@ -70,7 +70,7 @@ from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.settings import NONE, SETTINGS
 from megasdc.train.detection.slices.hook import Checkable, SliceChecks
 from megasdc.train.detection.tokens import Given, TokenCheck, WrongTokens, unreadable
-from megasdc.train.process.signals import StopSignals
+from megasdc.train.signals import StopSignals
 
 
 class PermutedReplay:

@@ -29,7 +29,7 @@ from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.process.own_address import own_address
+from megasdc.train.isolation import own_address
 from megasdc.train.saving.saver import OncePerStep, RunState, checkpoint_folder, wanted_dims
 
 logger = logging.getLogger(__name__)

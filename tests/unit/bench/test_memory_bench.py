@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from megasdc.common.errors import ConfigError
 from megasdc.config.checks import check_layout
 from megasdc.parallel import groups, local_ranks
-from megasdc.train.memory_step import predict_step_memory
+from megasdc.train.memory import predict_step_memory
 from tools.bench.commands import app
 from tools.bench.rank import Messages
 from tools.bench.training import memory

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megasdc.common import errors
-from megasdc.train.process.known_errors import as_known_error
+from megasdc.common.errors import as_known_error
 
 
 def all_errors():
@@ -107,7 +107,7 @@ def test_a_pipe_in_place_of_a_file_of_the_run_is_storage(tmp_path):
     """A rank that would read or append to it ends with 77 and its path."""
     os.mkfifo(tmp_path / "metrics.jsonl")
     code = "import sys; from megasdc.common.program import refuse_pipes\n"
-    code += "from megasdc.train.process.known_errors import as_known_error\n"
+    code += "from megasdc.common.errors import as_known_error\n"
     code += "refuse_pipes()\nfor mode in ('r', 'a', 'ab+'):\n    try:\n        open(sys.argv[1], mode)\n"
     code += "    except OSError as error:\n        print(as_known_error(error).exit_code, as_known_error(error))\n"
     done = subprocess.run(

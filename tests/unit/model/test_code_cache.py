@@ -101,7 +101,7 @@ def _tripled() -> fused.Fused:
 ORDER = """
 import torch
 torch._utils.cpu_count = lambda: 4
-from megasdc.train.process.late_compile import compiled_when_called
+from megasdc.train.main import compiled_when_called
 with compiled_when_called():
     import megasdc.train.build
 import sys

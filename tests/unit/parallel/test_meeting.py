@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from test_local_ranks import listening
 
-from megasdc.common.errors import HangError, LaunchError
+from megasdc.common.errors import HangError, LaunchError, as_known_error
 from megasdc.parallel import rendezvous as meeting
 from megasdc.parallel.local_ranks import LocalMeeting, free_port
 from megasdc.parallel.rendezvous import (
@@ -25,7 +25,6 @@ from megasdc.parallel.rendezvous import (
     join_store,
     meet,
 )
-from megasdc.train.process.known_errors import as_known_error
 
 FIRST = Identity(0, 2, "launch-a", None, "runs/a", "node1", "boot pid:[1]", "0", (100, 5000))
 STRANGER = replace(FIRST, launch="launch-b", run_dir="runs/b", parent=(200, 6000))

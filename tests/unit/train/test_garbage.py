@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasdc.train.process import garbage
-from megasdc.train.process.garbage import CollectionTimer, ManagedCollection
+from megasdc.train import process as garbage
+from megasdc.train.process import CollectionTimer, ManagedCollection
 
 
 class _Node:

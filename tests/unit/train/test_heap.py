@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasdc.train.process import cpu as heap
+from megasdc.train import process as heap
 
 PROGRAM = """
 import ctypes, resource, sys
-from megasdc.train.process.cpu import keep_freed_memory
+from megasdc.train.process import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 c = ctypes.CDLL(None)
 c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megasdc.common.run_lock import LockedFolders, read_holder
-from megasdc.train.process import folder_locks
+from megasdc.train import build as folder_locks
 
 
 def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.train.process.late_compile import compiled_when_called
+from megasdc.train.main import compiled_when_called
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_given_back_after_an_error() -> None:
 def test_a_rank_imports_no_inductor() -> None:
     """All that training imports, and what DeepSpeed imports while it builds an optimizer, leaves the compiler out."""
     code = (
-        "import sys\nfrom megasdc.train.process.late_compile import IMPORTED_LATER, compiled_when_called\n"
-        "with compiled_when_called():\n    import megasdc.train.build, megasdc.train.loop\n"
+        "import sys\nfrom megasdc.train.main import IMPORTED_LATER, compiled_when_called\n"
+        "with compiled_when_called():\n    import megasdc.train.build, megasdc.train.main\n"
         "import torch, deepspeed.runtime.zero.utils\nassert {*IMPORTED_LATER} <= {*sys.modules}\n"
         "from megatron.core.fusions.fused_bias_swiglu import swiglu\n"
         "assert swiglu.__wrapped__.__name__ == 'swiglu'\n"

@@ -10,8 +10,8 @@ import pytest
 PROGRAM = """
 import logging, sys
 from pathlib import Path
-from megasdc.train.process.library_lines import LibraryLines
-from megasdc.train.process.logs import set_up_logging
+from megasdc.train.logs import LibraryLines
+from megasdc.train.logs import set_up_logging
 
 set_up_logging(3)
 library = LibraryLines()

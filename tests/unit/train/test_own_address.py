@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.train.process import own_address as module
+from megasdc.train import isolation as module
 
 
 def address(monkeypatch: pytest.MonkeyPatch, first: str, *names: str) -> str:

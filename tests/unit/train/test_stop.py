@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from hand_made import write_checkpoint
 
-from megasdc.common.errors import NonFiniteError
+from megasdc.common.errors import NonFiniteError, as_known_error
 from megasdc.engine.engine import StepResult
-from megasdc.train.process.known_errors import as_known_error
 from megasdc.train.stop import LAST_SKIPPED, SkipWatch
 
 

@@ -21,7 +21,7 @@ from megasdc.config.sections.optimizer_hooks import BOUNDS
 from megasdc.data.manifest import Manifest
 from megasdc.metrics.writer import read_metrics
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.loop import train
+from megasdc.train.main import train
 from tools.bench.bounds.gradient_sizes import GradientSizes
 from tools.bench.bounds.options import FALL, GRACE_STEPS, SHARES, BoundTrainOptions, Setting
 from tools.bench.bounds.training_scores import EPSILON, BoundRun, SettingScore, score

@@ -48,7 +48,7 @@ def restore_in_blocks(messages: Messages, raw: dict[str, Any], folder: Path, res
     from megasdc.checkpoint.places import CheckpointGroup
     from megasdc.checkpoint.save import SavedState, save_checkpoint
     from megasdc.determinism import capture_rng
-    from megasdc.train.loop import train_step
+    from megasdc.train.main import train_step
     from tools.bench.small.runs import build_run
 
     dims = join_ranks()
@@ -137,7 +137,7 @@ def _pretrain(config: Path, hosts: Sequence[str], ending: Callable[[Sequence[Hoo
     name_host(hosts[int(os.environ["RANK"])])
     from megasdc import features
     from megasdc.pretrain import pretrain
-    from megasdc.train.start import Features
+    from megasdc.train.build import Features
 
     hooks_of = features.FEATURES.build_hooks
 

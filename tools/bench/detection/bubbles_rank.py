@@ -23,8 +23,8 @@ from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
 from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.detection.step_checker import StepChecker
-from megasdc.train.process.signals import StopSignals
-from megasdc.train.process.startup import StartClock
+from megasdc.train.process import StartClock
+from megasdc.train.signals import StopSignals
 from tools.bench.rank import Messages, join_ranks
 from tools.bench.training.loops import DISTINCT_STEPS
 from tools.bench.training.options import TrainBenchOptions, run_config

@@ -40,8 +40,8 @@ from megasdc.train.detection.build import build_detection, watches_of
 from megasdc.train.detection.coverage import plan_checks
 from megasdc.train.detection.findings import EVENT_KIND
 from megasdc.train.detection.observe import ObserverSwitch, Watch, watch_for_faults
-from megasdc.train.loop import train
-from megasdc.train.process.signals import StopSignals
+from megasdc.train.main import train
+from megasdc.train.signals import StopSignals
 from megasdc.train.workload import Workload, workload_config
 from tools.bench.detection.golden_rank import KINDS, record_golden
 from tools.bench.detection.live_cases import (

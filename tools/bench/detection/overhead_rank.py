@@ -38,8 +38,8 @@ from megasdc.train.detection.build import build_detection, build_search, watches
 from megasdc.train.detection.coverage import measure_rates, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.detection.step_checker import StepChecker
-from megasdc.train.process.signals import StopSignals
-from megasdc.train.process.startup import StartClock
+from megasdc.train.process import StartClock
+from megasdc.train.signals import StopSignals
 from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver, wait_for_device
 from tools.bench.detection.overhead_model import (
     ALWAYS_ON,

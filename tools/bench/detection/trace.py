@@ -23,7 +23,7 @@ from megasdc.sdc.trace_file import TraceWriter
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import default_algorithm, read_back
 from megasdc.train.build_engine import build_training_engine
-from megasdc.train.process.startup import StartClock
+from megasdc.train.process import StartClock
 from tools.bench.clocks import TimedObserver
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder

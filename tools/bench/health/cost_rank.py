@@ -24,7 +24,7 @@ from megasdc.ops.health.hooks.links import LinkPings
 from megasdc.ops.health.hooks.progress import PHASES, Health
 from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.start import Features, Start
+from megasdc.train.build import Features, Start
 from tools.bench.health.cost_clocks import AgentClock, OutermostClock, StepCost
 from tools.bench.rank import Messages
 

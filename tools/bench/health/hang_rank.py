@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megasdc import features
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
-from megasdc.train.start import Features, Start
+from megasdc.train.build import Features, Start
 from tools.bench.health.hang_kinds import Strike
 
 

@@ -33,8 +33,8 @@ from megasdc.train.build import prepare_run_folder
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.drop_compute import DropCompute
 from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.loop import train_step
-from megasdc.train.process.startup import StartClock
+from megasdc.train.main import train_step
+from megasdc.train.process import StartClock
 from megasdc.train.report import Evaluator
 from megasdc.train.stop import SkipWatch
 from tools.bench.training.loops import DISTINCT_STEPS

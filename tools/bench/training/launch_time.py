@@ -2,7 +2,7 @@
 
 Starts ``megasdc launch`` and DeepSpeed's own launcher in turn on this machine with a small model and a little prepared
 text, several times; or ``megasdc launch`` without fused modules, with them, and with them where no code is kept. Each
-rank writes how long its parts took (``megasdc.train.process.startup``); the launcher's own part is from the command to
+rank writes how long its parts took (``megasdc.train.process``); the launcher's own part is from the command to
 the start of the last rank's process, both on the clock that counts from the machine's boot.
 """
 

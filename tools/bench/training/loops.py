@@ -33,11 +33,10 @@ from megasdc.optim.zero1 import parameter_groups
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.build_engine import DTYPES, build_training_engine, deepspeed_config
 from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.loop import train
-from megasdc.train.process.garbage import CollectionTimer
-from megasdc.train.process.signals import StopSignals
-from megasdc.train.process.startup import StartClock
+from megasdc.train.main import train
+from megasdc.train.process import CollectionTimer, StartClock
 from megasdc.train.report import Reporter
+from megasdc.train.signals import StopSignals
 from megasdc.train.stop import SkipWatch, StopWatch
 from tools.bench.training.options import TrainBenchOptions
 

@@ -21,9 +21,8 @@ from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.build_engine import build_training_engine
-from megasdc.train.memory_step import MIB, predict_step_memory, unpredicted_because
-from megasdc.train.process.cpu import prepare_cpu
-from megasdc.train.process.startup import StartClock
+from megasdc.train.memory import MIB, predict_step_memory, unpredicted_because
+from megasdc.train.process import StartClock, prepare_cpu
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table

@@ -21,7 +21,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import count_accelerators
 from megasdc.train.build import prepare_run_folder
-from megasdc.train.process.cpu import prepare_cpu
+from megasdc.train.process import prepare_cpu
 from tools.bench.rank import Messages
 from tools.bench.statistics import Block, Cost, run_alternating
 from tools.bench.training.loops import (

@@ -17,7 +17,7 @@ from megasdc.ops.health.slow.report import SlowReport, Where, metrics
 from megasdc.ops.health.slow.stragglers import LONG, Place, StragglerChange, Stragglers
 from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.process.garbage import CollectionTimer
+from megasdc.train.process import CollectionTimer
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from megasdc.ops.supervise.history import Attempt
 from megasdc.ops.supervise.journal import FOLDER
 from megasdc.ops.supervise.launch_backend import LaunchBackend
 from megasdc.ops.supervise.policy import RULES, Action, Rule
-from megasdc.train.process.signals import STOPPED_START
+from megasdc.train.signals import STOPPED_START
 
 
 class Here(Allocation):

@@ -17,6 +17,7 @@ from megasdc.common.errors import LaunchError, PeerError
 if TYPE_CHECKING:
     from megasdc.parallel.rendezvous import AskedRanks
 
+
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -9,10 +9,13 @@ and go on from memory with the same samples a step (``megasdc.config.fewer``). T
 from __future__ import annotations
 
 import gc
+import ipaddress
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,7 @@ import torch
 
 from megasdc.common.errors import CorruptionError, LaunchError
 from megasdc.common.run_lock import LockedFolders
+from megasdc.common.wire import own_address_towards
 from megasdc.config.checks import BatchLayout
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
@@ -29,7 +33,6 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import free_port
 from megasdc.parallel.rendezvous import AGENT_STORE_VARIABLE, MEETING_NAME_VARIABLE
-from megasdc.train.process.own_address import own_address
 
 logger = logging.getLogger(__name__)
 
@@ -172,3 +175,25 @@ def free_previous_run() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def own_address(run: Run) -> str:
+    """This host's address towards the first one; of the first one, whose name may mean itself alone, towards another.
+
+    Where no other's name is known, its own name for itself stays. Empty where there is no way to the first: then this
+    rank cannot listen, and all ranks report that.
+
+    Collective: all ranks of the world.
+    """
+    names = gather_objects(socket.gethostname(), run.host_group)
+    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        own = own_address_towards(first)
+    except OSError as error:
+        logger.warning("this host's address is not known: %s", error)
+        return ""
+    if ipaddress.ip_address(own).is_loopback:
+        for other in (name for name in names if name != names[run.dims.rank]):
+            with suppress(OSError):  # that name is not known here
+                return own_address_towards(other)
+    return own

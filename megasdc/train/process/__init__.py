@@ -1,1 +1,0 @@
-"""The process of a rank: start, signals, locks on folders, memory and garbage collection."""
