@@ -20,12 +20,11 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes, padded_vocab_size
 from megasdc.parallel.dims import ReplicaWorld
 from megasdc.train.build import Features, SharedLaunch, Start
-from megasdc.train.detection.build import build_detection, build_search, watches_of
+from megasdc.train.detection.budget import coverage_table, measure_speed, plan_checks
 from megasdc.train.detection.chain import Chain
-from megasdc.train.detection.coverage import coverage_table, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
-from megasdc.train.detection.slices.hook import SliceChecks
-from megasdc.train.detection.step_checker import StepChecker
+from megasdc.train.detection.slices import SliceChecks
+from megasdc.train.detection.step_checker import StepChecker, build_detection, build_search, watches_of
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.isolation import IsolationLimit
 from megasdc.train.process import CollectionTimer, ManagedCollection, StartReport

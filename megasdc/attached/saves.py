@@ -27,7 +27,7 @@ from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, Storage, fin
 from megasdc.common.durable import END_S, wait_for_room, write_durably
 from megasdc.common.errors import CheckpointError
 from megasdc.parallel.collectives import gather_objects
-from megasdc.tensors.finite import are_finite
+from megasdc.tensors.bits import are_finite
 
 SAVED = "megasdc_saved.json"
 MARK = "megasdc_verified.json"

@@ -18,8 +18,7 @@ import torch
 from megasdc.checkpoint.formats.deepspeed_names import layer_of
 from megasdc.checkpoint.places import RankProblem, describe_error
 from megasdc.common.durable import sync_path
-from megasdc.tensors.bits import dtype_name
-from megasdc.tensors.finite import are_finite
+from megasdc.tensors.bits import are_finite, dtype_name
 
 Writer = TypeVar("Writer")
 

@@ -33,7 +33,7 @@ from megasdc.common.program import parts_bar
 from megasdc.model.hf.classes import hf_class
 from megasdc.model.hf.tensors import num_pipeline_layers, rules
 from megasdc.parallel import groups
-from megasdc.tensors.finite import are_finite
+from megasdc.tensors.bits import are_finite
 
 MAX_DIFFERENCE = 1e-4
 """Of two logits, relative to the largest one, and of a layer; that of equal models in fp32 is some 1e-6."""

@@ -44,8 +44,7 @@ from megasdc.data.tokenizer import (
 from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.model.hf.classes import hf_class, hf_config
 from megasdc.model.hf.tensors import hf_shapes, num_pipeline_layers, to_hf
-from megasdc.tensors.bits import dtype_name
-from megasdc.tensors.finite import are_finite
+from megasdc.tensors.bits import are_finite, dtype_name
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from megasdc.interchange.compare_logits import LogitsComparison, compare_logits
 from megasdc.interchange.export_hf import check_out, writing_folder
 from megasdc.model.hf.fields import architecture, model_fields, special_token_ids, vocabulary
 from megasdc.model.hf.tensors import from_hf, hf_shapes, num_pipeline_layers, rules
-from megasdc.tensors.finite import are_finite
+from megasdc.tensors.bits import are_finite
 
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT_OF_THE_WEIGHTS = {"backend", "megatron", "vocab_multiple"}

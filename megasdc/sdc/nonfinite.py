@@ -19,7 +19,7 @@ from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, 
 from megasdc.model.submodules import InputProbe, Named
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import execution_key
-from megasdc.tensors.finite import checkable, is_surely_finite, kind_of_extremes, non_finite_kind, start_extremes
+from megasdc.tensors.bits import checkable, is_surely_finite, kind_of_extremes, non_finite_kind, start_extremes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class NonFinite:
 
     Args:
         place: how many results its rank recorded before it.
-        kind: ``NAN`` or ``INF`` of ``megasdc.tensors.finite``.
+        kind: ``NAN`` or ``INF`` of ``megasdc.tensors.bits``.
     """
 
     address: Address

@@ -1,8 +1,22 @@
-"""Bit patterns of tensors: layout, differences and ULP distance, without arithmetic on the values."""
+"""Elements of tensors: their bit patterns, how far two tensors are apart, and whether all are finite.
+
+Bits are compared without arithmetic on the values: layout, differences, ULP distance. The distance of two tensors is
+the norm of the difference over that of the reference.
+
+Whether elements are finite takes two numbers a tensor on a device, which are read all at once, and one sum on the host.
+The smallest and largest element are exact and cannot overflow, as a sum could: both are NaN if any element is NaN, and
+one of them is infinite if any element is. On the host a sum is four times as fast, and waits for nothing: an element
+that is not finite makes every sum with it not finite, whatever the order, so a finite sum says that all elements are.
+Any other is no answer.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,3 +153,126 @@ def _is_nan(tensor: Tensor) -> Tensor:
     if tensor.element_size() == 1:  # torch has no isnan for 8-bit floats
         tensor = tensor.to(torch.float32)
     return tensor.isnan()
+
+
+_BLOCK = 1 << 22
+
+
+@dataclass
+class Distance:
+    """Distance of some parameters from the reference.
+
+    Attributes:
+        squares: sum of (theta - theta_ref)^2 over the elements that differ in some bit.
+        reference: sum of theta_ref^2.
+        num_different: elements that differ in some bit.
+    """
+
+    squares: float = 0.0
+    reference: float = 0.0
+    num_different: int = 0
+    numel: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether every bit is equal."""
+        return self.num_different == 0
+
+    @property
+    def relative(self) -> float:
+        """||theta - theta_ref|| / ||theta_ref||; 0 where every bit is equal; NaN with NaN or infinities."""
+        if self.equal:
+            return 0.0
+        if self.reference == 0:
+            return math.inf if self.squares else 0.0
+        return math.sqrt(self.squares / self.reference)
+
+    def add(self, other: Distance) -> None:
+        """Add the counts of further parameters."""
+        self.squares += other.squares
+        self.reference += other.reference
+        self.num_different += other.num_different
+        self.numel += other.numel
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON-compatible values."""
+        norms = {"difference_norm": math.sqrt(self.squares), "reference_norm": math.sqrt(self.reference)}
+        numbers = {"relative": self.relative, **norms}
+        return {
+            "equal": self.equal,
+            **{name: value if math.isfinite(value) else str(value) for name, value in numbers.items()},
+            "num_different": self.num_different,
+            "numel": self.numel,
+        }
+
+
+def distance(got: Tensor, reference: Tensor) -> Distance:
+    """Distance of two tensors of one shape, block by block in float64.
+
+    Types may differ; elements then differ if their values do.
+    """
+    found = Distance(numel=got.numel())
+    for x, y in _blocks(got.reshape(-1), reference.reshape(-1)):
+        wide = y.to(torch.float64)
+        found.reference += float(wide.square().sum())
+        differs = as_bits(x) != as_bits(y) if x.dtype == y.dtype else x.to(torch.float64) != wide
+        count = int(differs.sum())
+        if count:
+            found.num_different += count
+            found.squares += float((x[differs].to(torch.float64) - wide[differs]).square().sum())
+    return found
+
+
+def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, a.numel(), _BLOCK):
+        yield a[start : start + _BLOCK], b[start : start + _BLOCK]
+
+
+NAN, INF = "NaN", "Inf"
+"""Kinds of a non-finite result; NaN where it holds both."""
+
+
+def checkable(tensor: Tensor) -> bool:
+    """Whether a tensor's type can hold NaN or Inf, and it has elements."""
+    return tensor.is_floating_point() and tensor.numel() > 0
+
+
+def start_extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest element of a non-empty floating-point tensor, each [], without waiting for the device."""
+    found = torch.aminmax(tensor.detach())
+    return found.min, found.max
+
+
+def is_surely_finite(tensor: Tensor) -> bool:
+    """Whether the sum of a floating-point tensor in host memory is finite, and so all of its elements."""
+    return math.isfinite(tensor.detach().sum().item())
+
+
+def kind_of_extremes(smallest: float, largest: float) -> str | None:
+    """The kind of non-finite elements, from smallest and largest element; None: none."""
+    if math.isnan(smallest) or math.isnan(largest):
+        return NAN
+    return INF if math.isinf(smallest) or math.isinf(largest) else None
+
+
+def non_finite_kind(tensors: Sequence[Tensor]) -> str | None:
+    """The kind of non-finite elements in some tensors; None: none; NaN before Inf.
+
+    Sync: waits for the device.
+    """
+    values = [value for one in tensors if checkable(one) for value in start_extremes(one)]
+    if not values:
+        return None
+    devices = {one.device for one in values}  # of an optimizer that is offloaded, several
+    read = [torch.stack([one.double() for one in values if one.device == device]).tolist() for device in devices]
+    kinds = {kind_of_extremes(value, value) for found in read for value in found}
+    return next((kind for kind in (NAN, INF) if kind in kinds), None)
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all elements of some tensors are finite; each is read once, on the host a second time if in doubt.
+
+    Sync: waits for the device.
+    """
+    unsure = [one for one in tensors if checkable(one) and (one.device.type != "cpu" or not is_surely_finite(one))]
+    return non_finite_kind(unsure) is None

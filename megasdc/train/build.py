@@ -58,7 +58,7 @@ from megasdc.parallel.dims import ParallelDims, ReplicaWorld
 from megasdc.parallel.groups import device_uuid
 from megasdc.parallel.rendezvous import AskedRanks
 from megasdc.train.build_engine import build_training_engine, check_memory_here
-from megasdc.train.detection.build import detects
+from megasdc.train.detection.step_checker import detects
 from megasdc.train.isolation import SurvivingRanks
 from megasdc.train.process import StartClock, prepare_cpu
 from megasdc.train.report import FILE_SINKS, sink_folder

@@ -20,7 +20,7 @@ from whole_runs import (
     write_run,
 )
 
-from megasdc.train.detection.slices import squares
+from megasdc.train.detection import blocks
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +90,7 @@ def test_a_fault_whose_step_is_lost_is_named_before_a_save(
 
 def _in_small_blocks(config: str) -> tuple[int, str | None]:
     """Body of a rank whose part of a small model is many sets of blocks."""
-    squares.BLOCK = 1500
+    blocks.BLOCK = 1500
     return pretrain_rank(config, [])
 
 

@@ -79,7 +79,7 @@ def test_a_wrong_token_that_is_accepted_is_no_finding_of_other_checks(tmp_path: 
 
 def _damage_while_it_trains(config: str, folder: str) -> tuple[int, str | None]:
     """Body of a rank; rank 0 flips a bit in each block of the file once the samples of step 4 have been read."""
-    from megasdc.train.detection.tokens import TokenCheck
+    from megasdc.train.detection.data_checks import TokenCheck
 
     look = TokenCheck.take
 

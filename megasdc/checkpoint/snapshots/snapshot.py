@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megasdc.checkpoint.snapshots.capture import CapturedFile
 from megasdc.checkpoint.snapshots.messages import TakenFile
+from megasdc.tensors.bits import are_finite
 from megasdc.tensors.checksum import default_algorithm, read_back
-from megasdc.tensors.finite import are_finite
 
 _PIECE = 1 << 20
 """Memory for a file grows in steps of this, so that a pickle that got longer needs no new one."""

@@ -23,8 +23,7 @@ from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.drift_report import DriftReport, StepDrift, submodule_of
 from megasdc.lab.checkpoints.report import Options
 from megasdc.lab.checkpoints.views.open import open_view
-from megasdc.tensors.bits import as_bits
-from megasdc.tensors.distance import Distance, distance
+from megasdc.tensors.bits import Distance, as_bits, distance
 
 
 def measure_drift(

@@ -9,7 +9,7 @@ from typing import Any
 from megasdc.checkpoint.views.view import Slot
 from megasdc.lab.checkpoints.outcome import ComparisonOutcome
 from megasdc.model.kinds import EMBEDDING, FINAL_NORM, HEAD, NORM, POSITIONS, submodule_kind
-from megasdc.tensors.distance import Distance
+from megasdc.tensors.bits import Distance
 
 _GROUPS = {EMBEDDING: "embedding", POSITIONS: "embedding", NORM: "norm", FINAL_NORM: "norm", HEAD: "head"}
 OTHER = "other"

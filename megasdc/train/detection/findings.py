@@ -1,6 +1,7 @@
-"""Rulings on the findings of each check: all ranks gather the same evidence, repeat the work, and rule alike.
+"""Evidence of one rank in a step, and rulings on the findings of each check, which follow from it.
 
-Every method here is called by all ranks at the same point.
+All ranks gather the same evidence, repeat the work, and rule alike: every method of ``Findings`` is called by all ranks
+at the same point.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
+from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.finding import Finding, Suspects
 from megasdc.sdc.incident import Opinion
 from megasdc.sdc.referee.referee import Referee
-from megasdc.sdc.trace import Counts, Trace
+from megasdc.sdc.trace import Counts, Trace, trace_digest
 from megasdc.sdc.verdict import (
     FILE,
     FOLLOWS,
@@ -36,11 +40,93 @@ from megasdc.sdc.verdict import (
     origins,
     pair_at,
 )
-from megasdc.train.detection.evidence import PLACE, Rehearse
-from megasdc.train.detection.parameters import ParameterReader
-from megasdc.train.detection.place import SLOT, WrongPlace
+from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+from megasdc.train.detection.data_checks import BATCH, NONE, SLOT, Given, WrongPlace, WrongTokens
 from megasdc.train.detection.rows import Rows, named
-from megasdc.train.detection.tokens import BATCH, Given, WrongTokens
+
+Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
+"""Recomputes a micro-batch of the step, None: the audited one; returns the records of the audit and of the check of
+recomputations."""
+PARAMETERS, AUDITED, PART = "parameters", "audited", "part of the norm"
+"""Names of values that replicas are to have alike, in the agreement of a step; besides ``settings.SETTINGS``."""
+COPIES = "copies"
+"""Name of the value that the ranks of a stage are to have alike."""
+REPEATS, ELSEWHERE, ROWS, TOKENS, PLACE = "repeats", "elsewhere", "rows", "tokens", "place"
+"""Names of flags of what a rank finds alone, of this step."""
+PLACES = "places"
+"""Name of the value of places in the data that all ranks are to have alike."""
+NORM, CLIPPING, STATE, COPY = "norm", "clipping", "state", "copy"
+"""Names of flags of what a rank finds alone, of the step before; the first two also of values of all ranks."""
+NO_RECORDS = "no records"
+"""Name of the flag of a rank that has no results of an audit."""
+NOT_FINITE, LOSS = "not finite", "loss"
+"""Names of flags of what a rank has seen of NaN and Inf, in results and in its loss."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence of one rank in a step.
+
+    Args:
+        parameters: checksums of its parameters before the step; empty where they were not read.
+        audited: results of the shared micro-batch; empty outside audits.
+        repeats: forward results against their recomputation.
+        moved: the shared micro-batch with elements in other places; None: it was not computed so.
+        rows: of a product; None: none was looked at.
+        given: micro-batches as the model was given them, against the file; None: none is compared.
+        settings: digest of those that the last step used.
+        copy: gathers parameters that are not the cast of their masters again, and rules on them, from the devices found
+            wrong before; None: that is not compared.
+        wrong_place: this rank's place in the data, where it does not follow.
+        places: digest of those of all replicas, as this rank has followed them.
+    """
+
+    parameters: Trace
+    audited: Trace
+    repeats: Repeats
+    moved: PermutedResult | None = None
+    rows: Rows | None = None
+    given: Given | None = None
+    settings: int = NONE
+    copy: Callable[[Collection[int]], Finding] | None = None
+    wrong_place: WrongPlace | None = None
+    places: int = NONE
+
+    @property
+    def place_matters(self) -> bool:
+        """Whether a result of this rank changed when elements were in other places."""
+        return self.moved is not None and trace_digest(self.moved.trace) != trace_digest(self.audited)
+
+
+class ParameterReader:
+    """Computes checksums of the parameters of a stage, in the same order on all replicas."""
+
+    def __init__(self, engine: TrainingEngine, algorithm: ChecksumAlgorithm) -> None:
+        self._engine = engine
+        self._algorithm = algorithm
+        self._parameters = [
+            (one.fqn, slot, value) for one in list_submodules(engine.module) for slot, value in one.parameters.items()
+        ]
+        self._copied = [not getattr(value, "tensor_model_parallel", False) for _, _, value in self._parameters]
+        self._values: list[int | Tensor] = []
+
+    def start(self) -> None:
+        """Start the checksums; on a GPU without a sync."""
+        self._values = [self._algorithm.start(value.data) for _, _, value in self._parameters]
+
+    def take(self) -> Trace:
+        """Checksums since the last ``start``; empty without one. Waits for the device."""
+        values, self._values = read_back(self._values), []
+        if not values:
+            return Trace()
+        step = self._engine.step_number
+        return Trace([Address(step, None, PARAMETER, fqn, slot) for fqn, slot, _ in self._parameters], values)
+
+    def copies(self, trace: Trace) -> Trace:
+        """The part of ``take``'s trace for parameters of which every tensor rank has a whole copy."""
+        places = [place for place, copied in enumerate(self._copied[: len(trace)]) if copied]
+        return Trace([trace.addresses[place] for place in places], [trace.checksums[place] for place in places])
+
 
 logger = logging.getLogger(__name__)
 

@@ -116,13 +116,12 @@ def test_without_a_compiler_the_bench_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(bounds_others, "_build_cpu_adam", lambda: ADAM)
     monkeypatch.setattr(bounds, "MILLION", 1000)
     bound.implementation.cache_clear()
-    bound_host = pytest.importorskip("megasdc.tensors.bound_host")
-    bound_host.fused_library.cache_clear()
+    bound.fused_library.cache_clear()
     try:
         text = rendered(bench_bounds(BoundsBenchOptions(blocks=1, sizes_million=(1,))))
     finally:
         bound.implementation.cache_clear()
-        bound_host.fused_library.cache_clear()
+        bound.fused_library.cache_clear()
     assert "gradient bounds on cpu: formula in torch's operations" in text
     assert "NOT RUN: time of the compiled loop" in text and "no-such-compiler" in text
 

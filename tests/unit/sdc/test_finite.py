@@ -6,7 +6,7 @@ import torch
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.nonfinite import FiniteRecorder, NonFinite, first_non_finite
-from megasdc.tensors.finite import INF, NAN, are_finite, non_finite_kind
+from megasdc.tensors.bits import INF, NAN, are_finite, non_finite_kind
 
 ONE = ParallelDims(1, 1, 1)
 

@@ -10,7 +10,7 @@ from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.nonfinite import InputKinds, NonFinite, NonFiniteOrigin, explain, origin_here
-from megasdc.tensors.finite import NAN
+from megasdc.tensors.bits import NAN
 
 ORDER = ("a", "b", "loss")
 ONE = ParallelDims(1, 1, 2)

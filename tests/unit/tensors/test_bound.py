@@ -16,9 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasdc.tensors import bound_host
-from megasdc.tensors.bound import CHUNK, bound_, bound_formula_
-from megasdc.tensors.bound_host import bound_on_host_
+from megasdc.tensors import bound
+from megasdc.tensors.bound import CHUNK, bound_, bound_formula_, bound_on_host_
 from megasdc.tensors.bound_limits import DTYPES, NON_FINITE, SUMS, ElementLimits
 
 INF, NAN = math.inf, math.nan
@@ -193,10 +192,10 @@ def test_other_processors_give_the_same_bits(monkeypatch, tmp_path, instructions
     needed = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}[instructions]
     if needed not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         pytest.skip(f"this processor has no {needed}")
-    options = [f"-march={instructions}" if one == "-march=native" else one for one in bound_host.OPTIONS]
-    monkeypatch.setattr(bound_host, "OPTIONS", options)
+    options = [f"-march={instructions}" if one == "-march=native" else one for one in bound.OPTIONS]
+    monkeypatch.setattr(bound, "OPTIONS", options)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bound_host, "fused_library", bound_host.fused_library.__wrapped__)
+    monkeypatch.setattr(bound, "fused_library", bound.fused_library.__wrapped__)
     limits = [*RULES.values(), *(ElementLimits(0.03, 4.0, scale=3.7, non_finite=name) for name in NON_FINITE)]
     for dtype, make, one in itertools.product(DTYPES, (heavy_tailed, any_bits), limits):
         gradient, moment = make(4097, dtype)

@@ -15,9 +15,8 @@ from megasdc.engine.hooks import Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.cost import Cadence
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.budget import CheckBudget
-from megasdc.train.detection.coverage import CheckPlan, share_text
-from megasdc.train.detection.slices.hook import Checkable
+from megasdc.train.detection.budget import CheckBudget, CheckPlan, share_text
+from megasdc.train.detection.slices import Checkable
 from megasdc.train.detection.step_checker import CheckSettings, StepChecker
 
 

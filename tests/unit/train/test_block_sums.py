@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megasdc.optim.zero1 import BLOCK
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.detection.slices import squares
-from megasdc.train.detection.slices.squares import (
+from megasdc.train.detection import blocks
+from megasdc.train.detection.blocks import (
     BlockMismatch,
     BlockSum,
     BlockSums,
@@ -76,7 +76,7 @@ def test_a_block_that_is_added_wrongly_is_claimed_with_what_it_was(
     group: None, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
     """In the look at its set, or in each: its elements are those from before the gradient was clipped."""
-    monkeypatch.setattr(squares, "BLOCK", 64)
+    monkeypatch.setattr(blocks, "BLOCK", 64)
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(5))
     for wrong in (2, 15):  # of 16 sets of one block; the last is compared when the optimizer has stepped
         sums = BlockSums(_engine(gradient.clone(), wrong), whole=whole)

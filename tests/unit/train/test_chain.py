@@ -16,9 +16,8 @@ import torch.distributed as dist
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.cost import Cadence
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.budget import CheckBudget
+from megasdc.train.detection.budget import CheckBudget, CheckPlan
 from megasdc.train.detection.chain import LARGEST_NORM, Chain, ChainFindings, is_norm_of
-from megasdc.train.detection.coverage import CheckPlan
 
 ROUNDING = 20 * 2.0**-24
 

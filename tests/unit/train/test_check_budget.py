@@ -18,12 +18,10 @@ from megasdc.optim.zero1 import BLOCK
 from megasdc.parallel.collectives import Agreed
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.cost import Cadence, Rates, TimeShares
-from megasdc.train.detection import budget
-from megasdc.train.detection.budget import CheckBudget, Stopwatch
-from megasdc.train.detection.coverage import CheckPlan, RankSpeed, plan_checks
-from megasdc.train.detection.settings import SETTINGS
-from megasdc.train.detection.slices import hook
-from megasdc.train.detection.slices.hook import KEPT_STATE, SUMS, UPDATES, Checkable, CheckedUpdates, SliceChecks
+from megasdc.train.detection import budget, slices
+from megasdc.train.detection.budget import CheckBudget, CheckPlan, RankSpeed, Stopwatch, plan_checks
+from megasdc.train.detection.chain import SETTINGS
+from megasdc.train.detection.slices import KEPT_STATE, SUMS, UPDATES, Checkable, CheckedUpdates, SliceChecks
 
 
 class Clock:
@@ -149,8 +147,8 @@ def test_a_step_in_which_slices_find_something_does_not_count(
         clock.now += 0.9 if run.step == 9 else 0.001
         return CheckedUpdates()
 
-    monkeypatch.setattr(hook, "compare_replicas", agreed)
-    monkeypatch.setattr(hook, "gather_objects", lambda value, group: [value])
+    monkeypatch.setattr(slices, "compare_replicas", agreed)
+    monkeypatch.setattr(slices, "gather_objects", lambda value, group: [value])
     checks: Any = SliceChecks(1, act, lambda texts: None, one, used, Checkable())
     checks._updates = SimpleNamespace(changed=None, finish=finish, keep=lambda turn: None)
     checks._slices, checks._looks, checks._is_whole = SimpleNamespace(period=1), True, True

@@ -28,7 +28,8 @@ from megasdc.sdc.incident import incident_from_json
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict, Repeats
-from megasdc.train.detection.evidence import (
+from megasdc.train.detection.finding_policy import FindingPolicy, Incidents
+from megasdc.train.detection.findings import (
     AUDITED,
     COPIES,
     COPY,
@@ -41,8 +42,6 @@ from megasdc.train.detection.evidence import (
     TOKENS,
     Evidence,
 )
-from megasdc.train.detection.finding_policy import FindingPolicy
-from megasdc.train.detection.incidents import Incidents
 
 STEP = 7
 DIFFER = Agreed({PARAMETERS: ((0, 0),)}, {COPIES: ()}, {PLACE: False, COPY: False}, {PLACES: True})

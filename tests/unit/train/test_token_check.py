@@ -11,7 +11,7 @@ import torch
 
 from megasdc.common.errors import DataError
 from megasdc.events import EventLog, read_events
-from megasdc.train.detection.tokens import TokenCheck
+from megasdc.train.detection.data_checks import TokenCheck
 
 TOKENS = torch.arange(8).view(1, 8)
 

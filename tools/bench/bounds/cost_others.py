@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megasdc.common.errors import LaunchError
 from megasdc.parallel.local_ranks import base_environment, default_extensions_dir
-from megasdc.tensors.bound import bound_formula_
-from megasdc.tensors.bound_host import load_library
+from megasdc.tensors.bound import bound_formula_, load_library
 from megasdc.tensors.bound_limits import SUMS, ElementLimits
 
 READ_BOTH = Path(__file__).with_name("read_both.c")

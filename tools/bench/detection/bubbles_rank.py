@@ -19,10 +19,9 @@ from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.build_engine import build_training_engine
-from megasdc.train.detection.build import build_detection, watches_of
-from megasdc.train.detection.coverage import plan_checks
+from megasdc.train.detection.budget import plan_checks
 from megasdc.train.detection.observe import ObserverSwitch
-from megasdc.train.detection.step_checker import StepChecker
+from megasdc.train.detection.step_checker import StepChecker, build_detection, watches_of
 from megasdc.train.process import StartClock
 from megasdc.train.signals import StopSignals
 from tools.bench.rank import Messages, join_ranks

@@ -36,10 +36,10 @@ from megasdc.sdc.referee.recompute import LINEAR
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.build import build_detection, watches_of
-from megasdc.train.detection.coverage import plan_checks
+from megasdc.train.detection.budget import plan_checks
 from megasdc.train.detection.findings import EVENT_KIND
 from megasdc.train.detection.observe import ObserverSwitch, Watch, watch_for_faults
+from megasdc.train.detection.step_checker import build_detection, watches_of
 from megasdc.train.main import train
 from megasdc.train.signals import StopSignals
 from megasdc.train.workload import Workload, workload_config

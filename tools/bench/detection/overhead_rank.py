@@ -34,10 +34,9 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.build_engine import build_training_engine
-from megasdc.train.detection.build import build_detection, build_search, watches_of
-from megasdc.train.detection.coverage import measure_rates, measure_speed, plan_checks
+from megasdc.train.detection.budget import measure_rates, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch
-from megasdc.train.detection.step_checker import StepChecker
+from megasdc.train.detection.step_checker import StepChecker, build_detection, build_search, watches_of
 from megasdc.train.process import StartClock
 from megasdc.train.signals import StopSignals
 from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver, wait_for_device

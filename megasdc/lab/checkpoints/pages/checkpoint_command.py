@@ -37,7 +37,7 @@ from megasdc.lab.checkpoints.views.open import open_view
 from megasdc.output.figure import COLOURS, DASHES, Figure, Version, layout, scatter
 from megasdc.output.html import write_page
 from megasdc.output.page import Cell, Page, PageSection, Table, few, number_cell, print_pages
-from megasdc.tensors.distance import Distance
+from megasdc.tensors.bits import Distance
 
 GROUPS = ("embedding", "attention", "mlp", "norm", "head", "other")
 """Kinds of submodules, in the order of columns and curves."""

@@ -19,7 +19,7 @@ from megasdc.lab.checkpoints.drift_report import submodule_of
 from megasdc.lab.checkpoints.pages.checkpoint_command import app
 from megasdc.lab.checkpoints.report import Options
 from megasdc.model.kinds import submodule_kind
-from megasdc.tensors.distance import distance
+from megasdc.tensors.bits import distance
 
 QKV, FC1 = "2.layer.self_attention.linear_qkv.weight", "3.layer.mlp.linear_fc1.weight"
 

@@ -29,7 +29,7 @@ from megasdc.ops.launch.rank import RankCommand, main, rank_environment
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.parallel.local_ranks import default_extensions_dir
 from megasdc.parallel.rendezvous import PRIVATE_VARIABLE
-from megasdc.tensors import bound_host
+from megasdc.tensors import bound
 
 NASTY = "a=b;touch x $(touch y) `touch z` \"q' \\ \n*"
 COMMAND = RankCommand("/w d", ["/s.py"], ["--set", NASTY], {"A": NASTY}, ["/venv/bin"], {"MASTER_PORT": "1"})
@@ -104,9 +104,9 @@ def test_a_user_without_a_home_folder_needs_none(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     (tmp_path / ".deepspeed_env").write_text("A=1\n")
     assert env_files({}, tmp_path) == [tmp_path / ".deepspeed_env"]
-    assert bound_host._cache_folder() == Path(sys.prefix)
+    assert bound._cache_folder() == Path(sys.prefix)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert bound_host._cache_folder() == tmp_path / ".cache"
+    assert bound._cache_folder() == tmp_path / ".cache"
 
 
 def test_deepspeed_env_files_are_those_of_deepspeed(tmp_path: Path) -> None:

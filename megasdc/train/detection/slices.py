@@ -41,10 +41,9 @@ from megasdc.sdc.verdict import (
 from megasdc.sdc.vote import Ballot, Dispute
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.permuted import roll
+from megasdc.train.detection.blocks import MISSES, GroupShard, Slice, Slices, TensorExchange, Turn
 from megasdc.train.detection.budget import CheckBudget
-from megasdc.train.detection.settings import SETTINGS, UsedSettings
-from megasdc.train.detection.slices.exchange import TensorExchange
-from megasdc.train.detection.slices.layout import MISSES, GroupShard, Slice, Slices, Turn
+from megasdc.train.detection.chain import SETTINGS, UsedSettings
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """What an update changes, in the order of the rows below; slots are the parameter's name, a dot and these."""

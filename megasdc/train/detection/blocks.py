@@ -1,14 +1,17 @@
-"""Sums of squares of blocks of the reduced gradient, which another rank adds up again: some blocks in turn, or all.
+"""Slices and blocks of all ranks' shards, which ranks check for each other: their places, exchange and squares.
 
-What all ranks' blocks add up to is compared with the norm that the step uses. A rank that adds wrongly each time has a
-wrong part of the norm and wrong blocks alike: only another rank's sum of the same elements shows it.
+``Slices`` has the elements of parameters that each rank owns, and when each slice is due. ``TensorExchange`` sends
+slices and blocks. ``BlockSums`` adds up squares of blocks of the reduced gradient again on another rank, some blocks in
+turn, or all. What all ranks' blocks add up to is compared with the norm that the step uses. A rank that adds wrongly
+each time has a wrong part of the norm and wrong blocks alike: only another rank's sum of the same elements shows it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +19,241 @@ import xxhash
 from torch import Tensor
 
 from megasdc.engine.engine import TrainingEngine
-from megasdc.optim.zero1 import BLOCK, counts_here, owned_fragments
+from megasdc.optim.zero1 import BLOCK, accumulated_gradient, counts_here, grouped_parameters, owned_fragments
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.detection.slices.exchange import TensorExchange, ring_of
+
+
+@dataclass(frozen=True)
+class ParameterPiece:
+    """Consecutive elements of one parameter in the shard of one rank.
+
+    Args:
+        parameter: place of the parameter in its group.
+        start: of its first element in the owner's flat partition.
+        offset: of its first element in the parameter, row-major.
+        numel: elements, at least 1.
+    """
+
+    parameter: int
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class GroupShard:
+    """Consecutive elements of the flat partition of one rank in one group; ``pieces`` follow each other."""
+
+    group: int
+    pieces: tuple[ParameterPiece, ...]
+
+    @property
+    def start(self) -> int:
+        """First element in the partition."""
+        return self.pieces[0].start
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def place(self) -> slice:
+        """Where it is in the partition, and in what has its shape."""
+        return slice(self.start, self.start + self.numel)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements of one rank's shard, of as many groups as they reach over: its ``parts`` one after the other."""
+
+    parts: tuple[GroupShard, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(part.numel for part in self.parts)
+
+    def at(self, element: int) -> tuple[int, ParameterPiece]:
+        """The group, and the piece in it, of an element of the slice."""
+        for part in self.parts:
+            if element < part.numel:
+                place = part.start + element
+                piece = next(one for one in part.pieces if place < one.start + one.numel)
+                return part.group, piece
+            element -= part.numel
+        raise IndexError("the slice has fewer elements")
+
+
+MISSES = 3
+"""Looks that miss the same slice, one after the other, before the next one is due all the same."""
+
+
+@dataclass
+class Turn:
+    """The slice that is due: the next one once all ranks have looked at all there is to one.
+
+    Args:
+        number: slices so far, over all periods.
+        misses: looks that missed this one, one after the other.
+    """
+
+    number: int = 0
+    misses: int = 0
+
+    def end(self, *, missed: bool, skipped: bool) -> bool:
+        """A look has ended; whether its slice is given up, which is to be told.
+
+        Args:
+            missed: whether a rank has not looked at all there is to it.
+            skipped: whether the step was skipped, which counts for no miss.
+        """
+        self.misses += missed and not skipped
+        given_up = self.misses == MISSES
+        if given_up or not missed:
+            self.number, self.misses = self.number + 1, 0
+        return given_up
+
+
+class Slices:
+    """The slices of all ranks that share this rank's parameters.
+
+    Args:
+        most: elements of a slice.
+        group: of all ranks, on the host.
+
+    Attributes:
+        ranks: global ranks that share them, in the order of replicas.
+        period: turns after which each has been due.
+
+    Collective: all ranks of the world.
+    """
+
+    def __init__(self, engine: TrainingEngine, most: int, group: dist.ProcessGroup | None) -> None:
+        self._optimizer, dims = engine.optimizer, engine.dims
+        own = list(_cut(self._optimizer, most))
+        first = dims.rank - dims.dp_rank * dims.tensor
+        self.ranks = tuple(first + replica * dims.tensor for replica in range(dims.data))
+        every = gather_objects(own, group)
+        self._of_replica: list[list[Slice]] = [every[rank] for rank in self.ranks]
+        self.period = max(map(len, every))
+
+    def at(self, turn: int) -> Sequence[Slice | None]:
+        """The slice of each replica's shard that is due; None: that shard has fewer, or none."""
+        place = turn % self.period
+        return [slices[place] if place < len(slices) else None for slices in self._of_replica]
+
+    def parameter_of(self, group: int, piece: ParameterPiece) -> Tensor:
+        """This rank's copy of the parameter that a piece belongs to."""
+        parameter: Tensor = grouped_parameters(self._optimizer)[group][piece.parameter]
+        return parameter
+
+    def accumulated(self, due: Slice) -> Tensor:
+        """This rank's gradient of a slice, before the sum over replicas: [numel], a copy."""
+        found = []
+        for group, piece in ((part.group, piece) for part in due.parts for piece in part.pieces):
+            gradient = accumulated_gradient(self._optimizer, self.parameter_of(group, piece))  # type: ignore[arg-type]
+            found.append(gradient.detach().flatten()[piece.offset : piece.offset + piece.numel])
+        return torch.cat(found)
+
+    def copy_of(self, due: Slice, replica: int) -> Tensor:
+        """This rank's copy of the reduced gradient of another owner's slice: [numel], a copy; ``BF16_Optimizer`` alone.
+
+        Args:
+            replica: the owner's.
+        """
+        found = []
+        for part in due.parts:
+            shard = int(self._optimizer.fp32_groups_flat_partition[part.group].numel())
+            whole: Tensor = self._optimizer.fp32_groups_gradients_flat[part.group]
+            found.append(whole.detach()[replica * shard :][part.place])
+        return torch.cat(found)
+
+    def reduced(self, due: Slice) -> Tensor:
+        """The reduced gradient of a slice of this rank's: [numel], a copy; valid between the reduction and the step.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        found = []
+        owned = list(owned_fragments(self._optimizer))
+        for part in due.parts:
+            end = part.start + part.numel
+            for fragment in (one for one in owned if one.group == part.group):
+                first, last = max(part.start, fragment.start), min(end, fragment.start + fragment.numel)
+                if first < last:
+                    if fragment.gradient is None:
+                        raise RuntimeError("a parameter of this rank's shard has no reduced gradient")
+                    found.append(fragment.gradient[first - fragment.start : last - fragment.start])
+        return torch.cat(found)
+
+
+def _cut(optimizer: object, most: int) -> Iterator[Slice]:
+    """This rank's slices, each of ``most`` elements but for the last: one group's follow those of the one before."""
+    parts: list[GroupShard] = []
+    room = most
+    for group, parameters in enumerate(grouped_parameters(optimizer)):
+        places = {id(one): place for place, one in enumerate(parameters)}
+        for fragment in (one for one in owned_fragments(optimizer) if one.group == group):
+            at = 0
+            while at < fragment.numel:
+                if not room:
+                    yield Slice(tuple(parts))
+                    parts, room = [], most
+                start, count = fragment.start + at, min(room, fragment.numel - at)
+                piece = ParameterPiece(places[id(fragment.parameter)], start, fragment.offset + at, count)
+                if parts and (parts[-1].group, parts[-1].place.stop) == (group, start):
+                    parts[-1] = GroupShard(group, (*parts[-1].pieces, piece))
+                else:
+                    parts.append(GroupShard(group, (piece,)))
+                at, room = at + count, room - count
+    if parts:
+        yield Slice(tuple(parts))
+
+
+def ring_of(engine: TrainingEngine) -> tuple[dist.ProcessGroup | None, int, int]:
+    """Ranks each of which checks blocks of the one before: their group, this rank's place in it, and their number.
+
+    The replicas, or where there is one the ranks of the model; a rank alone is its own, without a group.
+    """
+    dims = engine.dims
+    if dims.data > 1:
+        return engine.mpu.get_data_parallel_group(), dims.dp_rank, dims.data
+    if dims.world_size > 1:
+        return engine.mpu.get_model_parallel_group(), dims.rank, dims.world_size
+    return None, 0, 1
+
+
+class TensorExchange:
+    """Starts to send a tensor to each rank of a group, and to receive one from each.
+
+    Args:
+        sent: one for each rank of the group, [n], n may be 0; all of one type, on one device.
+        sizes: elements that are received from each.
+        group: None: this rank alone.
+
+    Collective: the group.
+    """
+
+    def __init__(self, sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        self._sizes = list(sizes)
+        self._sent = torch.cat(list(sent))
+        self._received = torch.empty(sum(sizes), dtype=self._sent.dtype, device=self._sent.device)
+        self._work: Any = None
+        if group is None:
+            self._received.copy_(self._sent)
+        else:
+            numbers = [one.numel() for one in sent]
+            self._work = dist.all_to_all_single(
+                self._received, self._sent, self._sizes, numbers, group=group, async_op=True
+            )
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """What was received from each rank of the group."""
+        if self._work is not None:
+            self._work.wait()
+        return self._received.split(self._sizes)
+
 
 BLOCKS = "blocks"
 """What a listener of the norm's numbers is told of: the sums of squares of this rank's blocks, [blocks]."""
