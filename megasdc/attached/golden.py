@@ -39,7 +39,7 @@ from megasdc.attached.engine import engine_precision
 from megasdc.attached.record import ROOT, ResultRecorder, Watched
 from megasdc.attached.settings import existing, recording_problems
 from megasdc.attached.training import Protection, Training
-from megasdc.checkpoint.formats.allowlist import refuse_compressed
+from megasdc.checkpoint.allowlist import refuse_compressed
 from megasdc.common.errors import CheckpointError, ConfigError, MegasdcError, StorageError, TraceError
 from megasdc.parallel.collectives import gather_objects, gather_objects_on
 from megasdc.parallel.dims import ParallelDims

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megasdc.attached.training import Protection, Training
-from megasdc.checkpoint.formats.records import Record, read_record, write_record
 from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, Storage, find_place
+from megasdc.checkpoint.records import Record, read_record, write_record
 from megasdc.common.durable import END_S, wait_for_room, write_durably
 from megasdc.common.errors import CheckpointError
 from megasdc.parallel.collectives import gather_objects

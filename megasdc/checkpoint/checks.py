@@ -7,9 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, rank_state_file
-from megasdc.checkpoint.formats.allowlist import check_pickle
-from megasdc.checkpoint.formats.deepspeed_names import layer_file, layer_of, shard_files, stage_file, stage_number
+from megasdc.checkpoint.allowlist import check_pickle
+from megasdc.checkpoint.files import (
+    MANIFEST_FILE,
+    hash_file,
+    layer_file,
+    layer_of,
+    rank_state_file,
+    shard_files,
+    stage_file,
+    stage_number,
+)
 from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megasdc.checkpoint.places import FolderRanks
 from megasdc.common.errors import CheckpointError, MegasdcError

@@ -1,19 +1,48 @@
-"""Files of a checkpoint folder: names, checksums, deletion, what killed saves left."""
+"""Files and folders of checkpoints: names, kinds, deletion, who may change or read them, and DeepSpeed's names.
+
+``Fence``: a launch that was frozen, or cut off, for so long that another one took its folder changes nothing there any
+more. The lock of a run folder ends such a launch at its next step (``megasdc.train.process.folder_locks``). What a save
+does outside of steps, and in the moment in which a host wakes up, is kept out here: the record in the folder must still
+name this launch when a checkpoint gets its name, its marker, or the file ``latest``, and before old ones are deleted.
+
+``held_for_reading``: while its files are read a checkpoint is held, so that a run that keeps only its newest does not
+delete it meanwhile. The hold is a kernel's lock (flock) on the manifest, shared by readers; who deletes must get it
+alone. It ends with the process that has it. On a file system without flock nothing is held: a reader then finds that
+files are missing.
+
+DeepSpeed's names are built and parsed here alone. Source: DeepSpeed 0.19.8, ``PipelineModule.ckpt_layer_path``,
+``DeepSpeedEngine._get_ckpt_name`` and ``_get_zero_ckpt_name``, ``deepspeed/checkpoint/ds_to_universal.py``.
+
+- ``layer_03-model_01-model_states.pt``: weights of pipeline layer 3 on tensor rank 1.
+- ``mp_rank_02_model_states.pt``: counters and shapes of stage file 2; a plain engine keeps its weights there too. The
+  number counts pipeline stages and tensor ranks together.
+- ``bf16_zero_pp_rank_0_mp_rank_02_optim_states.pt``: the optimizer's shard of a dp rank (called pp there), with a
+  prefix where weights are not fp32.
+- ``zero/0.word_embeddings.weight/fp32.pt``: a state of a parameter, in a universal checkpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import glob
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import xxhash
 
 from megasdc.common.durable import REPLACED_PREFIX, TEMPORARY_PREFIX
+from megasdc.common.errors import CheckpointError
+from megasdc.common.run_lock import WITHOUT_FLOCK, read_holder
+from megasdc.parallel.dims import ParallelDims
 
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
@@ -116,3 +145,288 @@ def remove_leftovers(folder: Path | str) -> list[str]:
             entry.unlink()
         done.append(f"{entry.name} removed: left by a save that did not finish")
     return done
+
+
+CHECKPOINT = "a checkpoint"
+CHECKPOINTS = "a folder of checkpoints"
+UNIVERSAL = "a universal checkpoint"
+UNIVERSALS = "a folder of universal checkpoints"
+INITIAL = "initial weights, made by import-hf"
+DATA = "prepared data"
+MODEL = "a Hugging Face model"
+ZERO = "a checkpoint of DeepSpeed without a manifest of megasdc"
+ZEROS = "a folder of checkpoints of DeepSpeed"
+DCP = "a folder of torch.distributed.checkpoint"
+RUN = "a run folder"
+ONE_CHECKPOINT = "one checkpoint or one model"
+"""What is needed to compare or look at tensors."""
+
+
+def is_universal(folder: Path | str) -> bool:
+    """Whether a folder is a universal checkpoint, complete or not."""
+    return (Path(folder) / UNIVERSAL_FILE).exists()
+
+
+def list_universal(folder: Path | str) -> list[Path]:
+    """Universal checkpoints in a folder, complete or not, in order of name; empty if the folder does not exist."""
+    path = Path(folder)
+    if not path.is_dir():
+        return []
+    entries = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return [entry for entry in entries if is_universal(entry) or entry.name.startswith(UNIVERSAL_STEP)]
+
+
+def is_initial_weights(folder: Path | str) -> bool:
+    """Whether a folder was made by ``megasdc import-hf``."""
+    return (Path(folder) / WEIGHTS_FILE).is_file()
+
+
+_REMEDIES = {
+    CHECKPOINT: "give it to eval, generate, export-hf or megasdc.model.initial_weights, or convert it with megasdc "
+    "convert-checkpoint {path} --to universal",
+    CHECKPOINTS: "give it to eval, generate, export-hf or megasdc.model.initial_weights, or convert the newest in it "
+    "with megasdc convert-checkpoint {path} --to universal",
+    UNIVERSAL: "start a run from it with megasdc.checkpoint.universal={path}; eval, generate and export-hf read the "
+    "checkpoint that it was made from",
+    UNIVERSALS: "start a run from one of them with megasdc.checkpoint.universal; eval, generate and export-hf read the "
+    "checkpoints that they were made from",
+    INITIAL: "train from it with megasdc.model.initial_weights={path}, or give it to eval, generate or export-hf",
+    DATA: "name it in megasdc.data.path",
+    MODEL: "import it with megasdc import-hf {path} OUT",
+    RUN: "its checkpoints are in {path}/checkpoints",
+    ZERO: "tools/compare_checkpoints.py reads it; a run cannot start from it",
+    ZEROS: "give one of the folders in it, such as that which {path}/latest names, to tools/compare_checkpoints.py",
+    DCP: "tools/compare_checkpoints.py reads it; a run cannot start from it",
+}
+_REMEDIES_FOR_UNIVERSAL = {
+    CHECKPOINT: "convert it with megasdc convert-checkpoint {path} --to universal",
+    CHECKPOINTS: "convert the newest in it with megasdc convert-checkpoint {path} --to universal",
+    RUN: "convert the newest of its checkpoints with megasdc convert-checkpoint {path}/checkpoints --to universal",
+}
+"""Remedies where a universal checkpoint is needed."""
+_SIGNS: dict[str, Callable[[Path], Any]] = {
+    UNIVERSAL: is_universal,
+    INITIAL: is_initial_weights,
+    DATA: lambda path: "splits" in _read_json(path / MANIFEST_FILE),
+    CHECKPOINT: lambda path: (path / MANIFEST_FILE).exists(),
+    CHECKPOINTS: list_steps,
+    UNIVERSALS: list_universal,
+    MODEL: lambda path: "model_type" in _read_json(path / "config.json"),
+    ZERO: lambda path: (path / stage_file()).exists(),
+    ZEROS: lambda path: (path / "latest").is_file(),
+    DCP: lambda path: any((path / name).exists() for name in (".metadata", "__0_0.distcp")),
+    RUN: lambda path: (path / "checkpoints").is_dir() or (path / "resolved.json").is_file(),
+}
+"""Tests of each kind; the first that holds decides."""
+
+
+def kind_of(path: Path | str) -> str | None:
+    """Kind of a folder, by the files that only such a folder holds; None: unknown."""
+    return next((kind for kind, sign in _SIGNS.items() if sign(Path(path))), None)
+
+
+def explain_folder(path: Path | str, needed: str) -> str | None:
+    """A sentence that a folder is of another kind than ``needed``, with a remedy; None if its kind is unknown."""
+    kind = kind_of(path)
+    if kind is None:
+        return None
+    remedy = _REMEDIES[kind]
+    if needed == UNIVERSAL:
+        inside = list_universal(path) or list_universal(Path(path) / "checkpoints")
+        remedy = f"give {inside[-1]}, which lies in it" if inside else _REMEDIES_FOR_UNIVERSAL.get(kind, remedy)
+    elif needed == ONE_CHECKPOINT and (inside := _list_checkpoints(Path(path))):
+        remedy = f"name one of its checkpoints, such as {inside[-1]}"
+    return f"{path} is {kind}; needed is {needed}: {remedy.format(path=path)}"
+
+
+def _list_checkpoints(path: Path) -> list[Path]:
+    """Checkpoints in a folder of several or in that of a run, universal ones first, each sort in order."""
+    folders = (path, path / "checkpoints")
+    found = [one for folder in folders for one in list_universal(folder)]
+    return found + [folder / step_folder(step) for folder in folders for step in list_steps(folder)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file; empty if it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+class FencedError(OSError):
+    """Another launch has taken the folder."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The claim of a launch on a folder.
+
+    Args:
+        folder: that is locked, with the checkpoints in it.
+        token: of the launch, in the record of its lock.
+    """
+
+    folder: Path
+    token: str
+
+    def check(self) -> None:
+        """Let go on only the launch that holds the folder; a record that cannot be read stops nobody.
+
+        Raises:
+            FencedError: another one has taken it.
+        """
+        holder = read_holder(self.folder)
+        if holder is not None and holder.token != self.token:
+            raise FencedError(f"{self.folder} was taken by {holder} while this launch stood still; nothing is changed")
+
+
+@contextlib.contextmanager
+def held_for_reading(folder: Path) -> Iterator[int]:
+    """Context in which a checkpoint is not deleted by its run; CheckpointError if it is being deleted, or not there.
+
+    Yields the descriptor that holds it: a process that inherits it holds it on.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(folder / MANIFEST_FILE, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            if not _lock(descriptor, fcntl.LOCK_SH):
+                raise CheckpointError(f"{folder} is being deleted: name a newer checkpoint")
+        except OSError as error:
+            raise CheckpointError(f"{folder / MANIFEST_FILE} cannot be read: {error.strerror}") from error
+        yield descriptor
+
+
+@contextlib.contextmanager
+def held_alone(folder: Path) -> Iterator[bool]:
+    """Context in which nobody begins to read a checkpoint; yields whether nobody reads it now.
+
+    OSError if its manifest cannot be opened for writing, which NFS needs for such a lock.
+    """
+    descriptor = os.open(folder / MANIFEST_FILE, os.O_RDWR)
+    try:
+        yield _lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def delete_unheld(folder: Path) -> str | None:
+    """Delete a checkpoint that nobody reads; returns why it was not deleted, None: it was."""
+    try:
+        with held_alone(folder) as free:
+            aside = rename_to_delete(folder) if free else None
+        if aside is None:
+            return f"{folder} is being archived: a later save deletes it"
+        shutil.rmtree(aside)
+    except OSError as error:
+        return f"{folder} cannot be deleted: {error}"
+    return None
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in WITHOUT_FLOCK:
+            raise
+    return True
+
+
+SHARD_FILES = "*zero_pp_rank_*_optim_states.pt"
+"""Pattern of the files of optimizers."""
+PARAMETERS_FOLDER = "zero"
+"""Folder of a universal checkpoint with a subfolder for each parameter."""
+UNIVERSAL_OPTIMIZER = f"{PARAMETERS_FOLDER}/optimizer_state.pt"
+"""Parameter groups of a universal checkpoint."""
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+"""Tensors of a parameter there, each unsharded and in fp32: master weight, first and second moment."""
+FileKind = Literal["layers", "optimizer", "stages", "parameters"]
+_PREFIXES = ("", "bf16_", "fp16_")
+_LAYER = re.compile(r"layer_(\d+)-model_\d+-model_states\.pt")
+_STAGE = re.compile(r"mp_rank_\d+_model_states\.pt")
+_SHARD = re.compile(r"(.*)zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_PARAMETER = re.compile(rf"{PARAMETERS_FOLDER}/(.+)/({'|'.join(STATES)})\.pt")
+
+
+def layer_file(index: int, tp_rank: int) -> str:
+    """Name of the file with the weights of a pipeline layer on a tensor rank."""
+    return f"layer_{index:02d}-model_{tp_rank:02d}-model_states.pt"
+
+
+def layer_of(name: str) -> int | None:
+    """The pipeline layer that a file belongs to; None: it is no layer's file."""
+    match = _LAYER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def stage_number(dims: ParallelDims) -> int:
+    """Number of a rank's stage file."""
+    return dims.pp_rank * dims.tensor + dims.tp_rank
+
+
+def stage_file(stage: int = 0) -> str:
+    """Name of a stage file; number 0 is in every checkpoint of DeepSpeed but those of ZeRO-3."""
+    return f"mp_rank_{stage:02d}_model_states.pt"
+
+
+def shard_file(dp_rank: int, stage: int, prefix: str = "") -> str:
+    """Name of the file with a dp rank's shard of a stage's optimizer; see ``stage_number`` and ``find_prefix``."""
+    return f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{stage:02d}_optim_states.pt"
+
+
+def shard_files(dims: ParallelDims) -> list[str]:
+    """The names that the file of a rank's optimizer can have; the first is that of an fp32 run."""
+    return [shard_file(dims.dp_rank, stage_number(dims), prefix) for prefix in _PREFIXES]
+
+
+def find_prefix(names: Iterable[str]) -> str:
+    """Prefix of the files of optimizers, such as ``bf16_``; empty if there are none."""
+    return next((match[1] for name in names if (match := _SHARD.fullmatch(name))), "")
+
+
+def parameter_file(parameter: str, state: str) -> str:
+    """Path of a state of a parameter in a universal checkpoint."""
+    return f"{PARAMETERS_FOLDER}/{parameter}/{state}.pt"
+
+
+def parameter_of(name: str) -> tuple[str, str] | None:
+    """Parameter and state that a path in a universal checkpoint holds; None: it is no state's file."""
+    match = _PARAMETER.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
+def kind_of_file(name: str | Path) -> FileKind | None:
+    """Kind of content of a file of DeepSpeed, by its name in the checkpoint; None: of another file."""
+    text = str(name)
+    if text.startswith(f"{PARAMETERS_FOLDER}/"):
+        return "parameters"
+    kinds: dict[FileKind, re.Pattern[str]] = {"layers": _LAYER, "optimizer": _SHARD, "stages": _STAGE}
+    return next((kind for kind, pattern in kinds.items() if pattern.fullmatch(text)), None)
+
+
+_ALIGNMENT = 2
+"""A group is padded to a multiple of it times the replicas (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``)."""
+
+
+def shard_elements(total: int, replicas: int) -> int:
+    """Elements of each rank's shard of a group, with padding; ``total``: elements of the group."""
+    return -(-total // (_ALIGNMENT * replicas)) * _ALIGNMENT
+
+
+def shards_of(totals: Sequence[int], saved: int, now: int, dp_rank: int) -> set[int]:
+    """Numbers of the shards, of ``saved`` replicas, in which a replica of ``now`` finds what it owns; at least one.
+
+    Args:
+        totals: elements of each group of a stage's optimizer on one tensor rank.
+    """
+    found = set()
+    for total in totals:
+        before, after = (shard_elements(total, replicas) for replicas in (saved, now))
+        first, end = dp_rank * after, min((dp_rank + 1) * after, total)
+        if first < end:
+            found |= set(range(first // before, -(-end // before)))
+    return found or {min(dp_rank, saved - 1)}

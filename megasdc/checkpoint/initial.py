@@ -14,10 +14,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
-from megasdc.checkpoint.formats.records import Record
-from megasdc.checkpoint.formats.tensor_files import open_tensors
-from megasdc.checkpoint.kinds import explain_folder
+from megasdc.checkpoint.files import WEIGHTS_FILE, explain_folder, hash_file
+from megasdc.checkpoint.records import Record
+from megasdc.checkpoint.tensor_files import open_tensors
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config.sections.model import ModelSection

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
+from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import plain_path, rank_state_file
-from megasdc.checkpoint.formats.allowlist import load_checked
-from megasdc.checkpoint.formats.shared_state import read_shared_state
-from megasdc.checkpoint.manifest import Layout
+from megasdc.checkpoint.manifest import Layout, read_shared_state
 from megasdc.checkpoint.places import CheckpointGroup, RankProblem, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.resume import SelectedCheckpoint
 from megasdc.checkpoint.save import SavedState, describe_engine

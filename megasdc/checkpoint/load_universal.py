@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from megasdc.checkpoint.checks import check_share
-from megasdc.checkpoint.formats.shared_state import read_shared_state
 from megasdc.checkpoint.load import compare_engine, load_engine
+from megasdc.checkpoint.manifest import UniversalManifest, find_unknown, read_shared_state, read_universal_manifest
 from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, RankProblem, find_place, raise_on_all_ranks
-from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
 from megasdc.common.errors import CheckpointError
 
 

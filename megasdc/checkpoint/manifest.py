@@ -1,28 +1,180 @@
-"""Manifest of a checkpoint: every file with its size, checksum and writer.
+"""What a checkpoint says of itself: ``manifest.json``, the shared state in ``megasdc.json``, and digests of its files.
 
-A manifest includes its own checksum, so that a changed byte anywhere in the folder is found. With node-local storage
-each node has its own manifest; they share ``save_id``, which is new for every save.
+The manifest names every file with its size, checksum and writer. It includes its own checksum, so that a changed byte
+anywhere in the folder is found. With node-local storage each node has its own manifest; they share ``save_id``, which
+is new for every save.
+
+A universal checkpoint holds unsharded tensors by name for a run of any layout: what DeepSpeed's ``ds_to_universal``
+wrote (``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``, ``zero/optimizer_state.pt`` and the files of the stages),
+the ``megasdc.json`` of the checkpoint that it was made from, and a manifest of its own, ``universal.json``: it is never
+taken for a checkpoint of a layout.
+
+``Content`` of a file: digests by tensor and by block of a tensor, small enough to copy where the file cannot be; each
+byte is read once. A block is ``block_bytes`` of a tensor, counted from the tensor's start, so that the same tensor has
+the same blocks wherever it lies in a file. All other values but the configuration share one digest; a few counters are
+kept by name. ``Structure``: offsets of a file's tensors and its other values, from headers and pickles; no tensor is
+read. A pickle goes through the allow-list and the restricted unpickler, with storages on ``meta``: torch (2.13) records
+the file offset of each, which ``torch.save`` stores uncompressed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import json
+import re
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+import torch
+import xxhash
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+from torch import Tensor
 
-from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, list_steps, step_folder
-from megasdc.checkpoint.formats.content import Content, parse_type
-from megasdc.checkpoint.formats.digest_file import digest_file
-from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
-from megasdc.common.durable import write_durably
+from megasdc.checkpoint.allowlist import load_checked
+from megasdc.checkpoint.files import (
+    MANIFEST_FILE,
+    MARKER_FILE,
+    UNIVERSAL,
+    UNIVERSAL_FILE,
+    UNIVERSAL_STEP,
+    explain_folder,
+    is_universal,
+    layer_of,
+    list_steps,
+    parameter_of,
+    step_folder,
+)
+from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
+from megasdc.checkpoint.tensor_files import DTYPES, place_in_file, read_header
+from megasdc.common.durable import parse_json, write_durably
 from megasdc.common.errors import CheckpointError
+from megasdc.config.sections.model import ModelSection
+from megasdc.data.position import num_passed
 from megasdc.parallel.dims import ParallelDims
+from megasdc.tensors.bits import dtype_name
+
+BLOCK_BYTES = 4 << 20
+DIGEST_DIGITS = 32
+"""Hexadecimal digits of one XXH3-128."""
+_TYPE = re.compile(r"(\w+)( ?)\[((?:\d+(?:, \d+)*)?)\]( strided)?")
+_MASTER = re.compile(r"optimizer_state_dict/single_partition_of_fp32_groups/(\d+)")
+_MOMENT = re.compile(r"optimizer_state_dict/base_optimizer_state/state/(\d+)/(exp_avg|exp_avg_sq)")
+
+
+class TensorContent(Record):
+    """One tensor in a file.
+
+    Attributes:
+        name: its keys joined by slashes; empty: a whole file whose tensors are not known.
+        type: data type and shape, such as ``float32[64, 64]``; followed by ``strided`` if not contiguous.
+        offset: first byte in the file.
+        size_bytes: from its first to its last element.
+        blocks: XXH3-128 of each block (the last may be shorter), concatenated hexadecimal digits.
+    """
+
+    name: str
+    type: str
+    offset: Count
+    size_bytes: Count
+    blocks: Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")]
+
+    @model_validator(mode="after")
+    def _type_is_known(self) -> Self:
+        parse_type(self.type)
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Its data type; None if it is not contiguous, or of a type that training does not write."""
+        return None if self.type.endswith(" strided") else parse_type(self.type)[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return parse_type(self.type)[1]
+
+    def block(self, number: int) -> str:
+        """Digest of one block, from 0."""
+        return self.blocks[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
+
+
+class Content(Record):
+    """Content of one file.
+
+    Attributes:
+        tensors: in order of their offsets in the file.
+        values: counters and rates by name, as text.
+        rest: XXH3-128 of all other values but the configuration and the global random generators; None: the file's
+            format is not known, and its bytes are compared.
+        fragments: of an optimizer's shard, by group: offset and size of each parameter, such as ``128+64``.
+    """
+
+    block_bytes: int = Field(ge=1)
+    tensors: list[TensorContent]
+    values: dict[str, str]
+    rest: str | None
+    fragments: list[dict[str, Annotated[str, Field(pattern=r"^\d+\+\d+$")]]]
+
+    @model_validator(mode="after")
+    def _blocks_are_all_there(self) -> Self:
+        for tensor in self.tensors:
+            if len(tensor.blocks) != -(-tensor.size_bytes // self.block_bytes) * DIGEST_DIGITS:
+                raise ValueError(f"{tensor.name} has {tensor.size_bytes} bytes and not the blocks of so many")
+        return self
+
+
+def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
+    """Parse the text of ``type_text``, else ValueError; data type None for one that only the file's format names.
+
+    For example ``I64 [2]``, with a space: a type of safetensors that training does not write.
+    """
+    match = _TYPE.fullmatch(text)
+    dtype = getattr(torch, match[1], None) if match and not match[2] else None
+    if match is None or not (match[2] or isinstance(dtype, torch.dtype)):
+        raise ValueError(f"{text} is no type and shape of a tensor")
+    return dtype, tuple(int(size) for size in match[3].split(",") if size)
+
+
+def type_text(tensor: torch.Tensor) -> str:
+    """Data type and shape, such as ``float32[64, 64]``."""
+    order = "" if tensor.is_contiguous() else " strided"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{order}"
+
+
+def type_of_bytes(count: int) -> str:
+    """The type text for a file of which only bytes are known."""
+    return f"uint8[{count}]"
+
+
+def parts_of(file: str, tensor: TensorContent, content: Content) -> Iterator[tuple[str, str, int, int]]:
+    """Yield the parameters in a tensor of a file: name, slot, first element in the tensor, number of elements.
+
+    Where the parameter is not known, the name is that in the file, with slot ``weight``.
+    """
+    numel = prod(tensor.shape) if tensor.dtype is not None else 0
+    if (layer := layer_of(file)) is not None:
+        yield f"{layer}.{tensor.name}", "weight", 0, numel
+    elif (named := parameter_of(file)) is not None:
+        yield named[0], "master" if named[1] == "fp32" else named[1], 0, numel
+    elif (match := _MASTER.fullmatch(tensor.name) or _MOMENT.fullmatch(tensor.name)) and int(match[1]) < len(
+        content.fragments
+    ):
+        slot = "master" if match.re is _MASTER else match[2]
+        for name, place in content.fragments[int(match[1])].items():
+            first, count = map(int, place.split("+"))
+            yield name, slot, first, count
+    else:
+        yield tensor.name, "weight", 0, numel
+
 
 FORMAT_VERSION = 1
 _PACKAGES = ("megasdc", "torch", "deepspeed", "megatron-core", "numpy")
@@ -288,3 +440,361 @@ def list_continued(known: Mapping[int, KnownState]) -> list[int]:
 def sorted_records(records: Iterable[FileRecord]) -> list[FileRecord]:
     """Records in order of name."""
     return sorted(records, key=lambda record: record.name)
+
+
+UNIVERSAL_FORMAT_VERSION = 1
+
+
+class UniversalManifest(Record):
+    """Everything known about a universal checkpoint without opening its files.
+
+    Attributes:
+        step: optimizer step, first is 1.
+        conversion_id: unique to each conversion.
+        time: when it was written, in seconds since the epoch.
+        source: folder name of the checkpoint that it was made from.
+        source_save_id: that checkpoint's ``save_id``.
+        source_layout: that checkpoint's layout.
+        precision: of the run that saved it.
+        engine: see ``Manifest``.
+        parameters: unsharded shape by name; all tensors are fp32.
+        files: in order of name, without the manifest.
+        quantized_moments_bits: see ``Manifest``.
+    """
+
+    format_version: int
+    state: Literal["complete"]
+    step: Count
+    conversion_id: str
+    time: Time
+    source: str
+    source_save_id: str
+    source_layout: Layout
+    precision: Literal["fp32", "bf16", "fp16"]
+    engine: dict[str, Any]
+    parameters: dict[str, list[Count]]
+    versions: dict[str, str]
+    files: list[FileRecord]
+    quantized_moments_bits: Literal[8] | None = None
+
+    @model_validator(mode="after")
+    def _files_are_there_once(self) -> Self:
+        check_once(self.files)
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, without the manifest."""
+        return sum(record.size_bytes for record in self.files)
+
+
+def universal_folder(step: int) -> str:
+    """Folder name of a converted checkpoint, such as ``universal_step_00000123``."""
+    return f"{UNIVERSAL_STEP}{step:08d}"
+
+
+def write_universal_manifest(folder: Path, manifest: UniversalManifest) -> None:
+    """Write the manifest into its folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_record(folder / UNIVERSAL_FILE, manifest)
+
+
+def read_universal_manifest(folder: Path) -> UniversalManifest:
+    """Read and check the manifest of a universal checkpoint; CheckpointError if it is missing or damaged."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; a universal checkpoint is made by megasdc convert-checkpoint")
+    if not is_universal(folder):
+        raise CheckpointError(
+            explain_folder(folder, UNIVERSAL)
+            or f"{folder} has no {UNIVERSAL_FILE}: it is no universal checkpoint, or its conversion did not finish; "
+            "make one with megasdc convert-checkpoint DIR --to universal"
+        )
+    return read_record(folder / UNIVERSAL_FILE, UniversalManifest, UNIVERSAL_FORMAT_VERSION)
+
+
+def find_unknown(folder: Path, manifest: UniversalManifest) -> list[str]:
+    """Problems: files that are not in the manifest; DeepSpeed lists folders and opens every file in them."""
+    known = {record.name for record in manifest.files} | {UNIVERSAL_FILE}
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [f"{name} is not in {UNIVERSAL_FILE}: it does not belong here" for name in found if name not in known]
+
+
+SHARED_STATE_FILE = "megasdc.json"
+_COUNTERS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
+
+
+def read_shared_state(folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's ``megasdc.json``.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no JSON object.
+    """
+    file = folder / SHARED_STATE_FILE
+    try:
+        state = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error!r}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} cannot be read: it is a {type(state).__name__}, needed is an object")
+    return state
+
+
+def counters_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of a shared state that tells how far training has come; the rest is configuration and hooks."""
+    return {key: state[key] for key in _COUNTERS if key in state}
+
+
+def uncounted_samples(state: dict[str, Any]) -> int:
+    """How many samples the places in the data of a shared state are past, beyond the samples that its steps counted.
+
+    Raises:
+        CheckpointError: it does not hold the places of all replicas, or something that is no such state.
+    """
+    try:
+        skip = [range(first, end) for first, end in state["config"]["megasdc"]["data"].get("skip", [])]
+        return num_passed(state["loader"], skip) - int(state["samples"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{SHARED_STATE_FILE} does not hold the places in the data: {error!r}") from error
+
+
+def find_wrong_place(state: dict[str, Any]) -> str | None:
+    """What is wrong with the places in the data that a shared state holds, as a sentence; None: nothing is known to be.
+
+    Steps count what they take: whole batches, without micro-batches that were dropped, and one that replicas share
+    once. So their count, and the samples that were given up, say how far all replicas together are in the stream.
+    What cancels out between replicas is not seen here: checks of every step compare each of them before it is saved.
+    Nothing is known of a state that an earlier version saved, which does not say what was given up.
+    """
+    if state.get("uncounted_samples") is None:
+        return None
+    try:
+        wrong = uncounted_samples(state) - state["uncounted_samples"]
+    except CheckpointError as error:
+        return str(error)
+    if not wrong:
+        return None
+    right = state["samples"] + state["uncounted_samples"]
+    return (
+        f"{SHARED_STATE_FILE}: replicas have consumed {right + wrong} samples of the stream, {right} follow from its "
+        "steps and decisions"
+    )
+
+
+def model_of(state: dict[str, Any], folder: Path) -> ModelSection:
+    """The model section in a shared state; CheckpointError, with the file in ``folder``, if missing or invalid."""
+    try:
+        return ModelSection.model_validate(state["config"]["megasdc"]["model"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise CheckpointError(f"{folder / SHARED_STATE_FILE} does not hold the model's section: {error!r}") from error
+
+
+PICKLED = (".pt", ".pth", ".bin")
+_NAMED = ("step", "lr", "global_steps", "global_samples", "skipped_steps", "last_batch_iteration", "tokens", "samples")
+"""Values that are kept by name, because a comparison should show them."""
+_OF_A_RUN = ("ds_config", "ds_version", "rng")
+"""Keys that differ between runs of equal content: paths, a version, global generators that training does not use."""
+_unpickling = threading.Lock()
+"""torch's list of allowed classes is shared by all threads."""
+
+
+@dataclass(frozen=True)
+class TensorSpan:
+    """Offset of a tensor in a file: see ``TensorContent``."""
+
+    name: str
+    type: str
+    offset: int
+    size_bytes: int
+
+
+@dataclass
+class Structure:
+    """``Content`` without the blocks; ``problem``: why the file cannot be parsed though its bytes can be read."""
+
+    spans: list[TensorSpan] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+    rest: str | None = None
+    fragments: list[dict[str, str]] = field(default_factory=list)
+    problem: str | None = None
+
+
+def read_structure(path: Path) -> Structure:
+    """Find the tensors and values of a file of ``torch.save``, of safetensors, or ``megasdc.json``.
+
+    Any other file is treated as bytes.
+    """
+    size = path.stat().st_size
+    whole = [TensorSpan("", type_of_bytes(size), 0, size)] if size else []
+    try:
+        if path.suffix in PICKLED:
+            return _read_pickled(path)
+        if path.suffix == ".safetensors":
+            return _read_safetensors(path, size)
+        if path.name == SHARED_STATE_FILE:
+            return _with_values(Structure(), counters_of(read_shared_state(path.parent)))
+    except CheckpointError as error:
+        return Structure(whole, problem=str(error))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Structure(whole, problem=f"{path} cannot be parsed: {error!r}")
+    return Structure(whole)
+
+
+def _read_pickled(path: Path) -> Structure:
+    with _unpickling:
+        state = load_checked(path, map_location="meta", members=True)
+    found = Structure()
+    if isinstance(state, dict):
+        state = {key: value for key, value in state.items() if key not in _OF_A_RUN}
+        optimizer = state.get("optimizer_state_dict")
+        for mapping in optimizer.get("param_slice_mappings", []) if isinstance(optimizer, dict) else []:
+            found.fragments.append({str(name): f"{place.start}+{place.numel}" for name, place in mapping.items()})
+    return _with_values(found, state, path)
+
+
+def _with_values(found: Structure, state: Any, path: Path | None = None) -> Structure:
+    """Split the leaves of a state into tensors, named values, and the digest of the rest."""
+    rest = xxhash.xxh3_128()
+    for name, leaf in leaves("", state):
+        value = leaf
+        if isinstance(value, Tensor):
+            span = _span(name, value)
+            if value.dim() or path is None:
+                found.spans.append(span)
+                rest.update(f"{name}\0{span.type}\0".encode())
+                continue
+            value = _read_number(path, span, value.dtype)
+        if name.rpartition("/")[2] in _NAMED and isinstance(value, int | float):
+            found.values[name] = repr(value)
+        else:
+            rest.update(f"{name}\0{value!r}\0".encode())
+    found.spans.sort(key=lambda span: (span.offset, span.name))
+    found.rest = rest.hexdigest()
+    return found
+
+
+def _span(name: str, tensor: Tensor) -> TensorSpan:
+    offset, reach = place_in_file(tensor)
+    return TensorSpan(name, type_text(tensor), offset, reach * tensor.element_size())
+
+
+def _read_number(path: Path, span: TensorSpan, dtype: torch.dtype) -> Any:
+    """Read a zero-dimensional tensor, such as an optimizer's counter, as a number."""
+    with open(path, "rb") as file:
+        file.seek(span.offset)
+        content = bytearray(file.read(span.size_bytes))
+    if len(content) != span.size_bytes:
+        raise ValueError(f"{span.name} ends after {len(content)} bytes of {span.size_bytes}")
+    return torch.frombuffer(content, dtype=dtype)[0].item()
+
+
+def _read_safetensors(path: Path, size: int) -> Structure:
+    """Names and offsets from the header; a type that training does not write is kept as it is named there."""
+    header, data = read_header(path)
+    names = {short: dtype_name(dtype) for dtype, short in DTYPES.items()}
+    found, rest = Structure(), xxhash.xxh3_128(json.dumps(header.pop("__metadata__", None), sort_keys=True).encode())
+    for name, one in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
+        start, end = one["data_offsets"]
+        if not 0 <= start <= end:
+            raise ValueError(f"{name} lies from byte {start} to {end} of its data")
+        if data + end > size:
+            raise ValueError(f"{name} ends at byte {data + end}, the file has {size}")
+        kind = f"{names[one['dtype']]}{one['shape']}" if one["dtype"] in names else f"{one['dtype']} {one['shape']}"
+        found.spans.append(TensorSpan(name, kind, data + start, end - start))
+    found.rest = rest.hexdigest()
+    return found
+
+
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts, lists and objects of the allow-list, each with its path below ``name``.
+
+    Their repr is equal in every process.
+    """
+    items: Any
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif isinstance(value, io.BytesIO):
+        yield name, value.getvalue()
+        return
+    elif isinstance(value, Tensor | str | bytes | int | float | None) or not hasattr(value, "__dict__"):
+        yield name, value
+        return
+    else:
+        items = vars(value).items()
+    yield f"{name}/", type(value).__name__
+    for key, item in items:
+        yield from leaves(f"{name}/{key}" if name else str(key), item)
+
+
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """The digests of one file, its tensors and their blocks; ``problem``: why it cannot be parsed, None if it can."""
+
+    size_bytes: int
+    xxh3_128: str
+    content: Content
+    problem: str | None
+
+
+def digest_file(
+    path: Path, *, block_bytes: int = BLOCK_BYTES, progress: Callable[[int], None] | None = None
+) -> FileDigest:
+    """Read a file once, from its first byte to its last; CheckpointError if it became shorter meanwhile."""
+    structure = read_structure(path)
+    size = path.stat().st_size
+    spans = sorted({(span.offset, span.offset + span.size_bytes) for span in structure.spans if span.size_bytes})
+    blocks: dict[tuple[int, int], str] = dict.fromkeys(spans, "")
+    states: dict[tuple[int, int], xxhash.xxh3_128] = {}
+    whole = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        for place, end, inside in _segments(spans, size, block_bytes):
+            wanting = [whole, *(states.setdefault(span, xxhash.xxh3_128()) for span in inside)]
+            left = end - place
+            while left:
+                got = file.readinto(buffer[: min(left, _CHUNK_BYTES)])
+                if not got:
+                    raise CheckpointError(f"{path} got shorter while it was read, it had {size} bytes: read it again")
+                for state in wanting:
+                    state.update(buffer[:got])
+                left -= got
+                if progress is not None:
+                    progress(got)
+            for start, stop in inside:
+                if (end - start) % block_bytes == 0 or end == stop:
+                    blocks[start, stop] += states.pop((start, stop)).hexdigest()
+    return FileDigest(size, whole.hexdigest(), _content(structure, blocks, block_bytes), structure.problem)
+
+
+def _segments(
+    spans: list[tuple[int, int]], size: int, block_bytes: int
+) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Cut a file where a tensor or block begins or ends; yields each segment's ends and the tensors that contain it."""
+    cuts = {0, size}.union(*(range(start, stop, block_bytes) for start, stop in spans), (stop for _, stop in spans))
+    waiting, inside = spans[::-1], list[tuple[int, int]]()
+    for place, end in pairwise(sorted(cuts)):
+        inside = [span for span in inside if span[1] > place]
+        while waiting and waiting[-1][0] <= place:
+            inside.append(waiting.pop())
+        yield place, end, inside
+
+
+def _content(structure: Structure, blocks: dict[tuple[int, int], str], block_bytes: int) -> Content:
+    def tensor(span: TensorSpan) -> TensorContent:
+        return TensorContent(**vars(span), blocks=blocks.get((span.offset, span.offset + span.size_bytes), ""))
+
+    tensors = [tensor(span) for span in structure.spans]
+    return Content(
+        block_bytes=block_bytes,
+        tensors=tensors,
+        values=structure.values,
+        rest=structure.rest,
+        fragments=structure.fragments,
+    )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megasdc.checkpoint.fence import Fence
+from megasdc.checkpoint.files import Fence
 from megasdc.common.durable import lacks_room
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.events import EventLog

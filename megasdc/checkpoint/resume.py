@@ -25,8 +25,7 @@ from megasdc.checkpoint.checks import (
     share_of,
 )
 from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
-from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state
-from megasdc.checkpoint.manifest import Layout, Manifest, has_marker, read_manifest
+from megasdc.checkpoint.manifest import Layout, Manifest, find_wrong_place, has_marker, read_manifest, read_shared_state
 from megasdc.checkpoint.places import (
     CheckpointGroup,
     FolderRanks,

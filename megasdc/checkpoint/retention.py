@@ -1,6 +1,6 @@
 """Retention of checkpoints: the newest few, every k-th step, and the newest that a run can go back to are kept.
 
-One that is being archived is deleted after a later save; see ``megasdc.checkpoint.read_lock``.
+One that is being archived is deleted after a later save; see ``megasdc.checkpoint.files``.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasdc.checkpoint.files import step_folder
+from megasdc.checkpoint.files import delete_unheld, step_folder
 from megasdc.checkpoint.manifest import KnownState, list_continued, list_sound, read_complete
-from megasdc.checkpoint.read_lock import delete_unheld
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.fence import FencedError
+from megasdc.checkpoint.allowlist import check_pickle
 from megasdc.checkpoint.files import (
     LATEST_FILE,
+    FencedError,
     delete_folder,
     rank_state_file,
     step_folder,
 )
-from megasdc.checkpoint.formats.allowlist import check_pickle
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, find_wrong_place
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
+    SHARED_STATE_FILE,
     FileRecord,
     Layout,
     Manifest,
     describe_file,
+    find_wrong_place,
     has_marker,
     installed_versions,
     read_manifest,

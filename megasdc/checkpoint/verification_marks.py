@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.formats.records import Record, read_record, record_text, write_record
 from megasdc.checkpoint.manifest import has_marker, list_continued, read_complete, read_manifest
 from megasdc.checkpoint.places import FolderRanks
+from megasdc.checkpoint.records import Record, read_record, record_text, write_record
 from megasdc.common.durable import END_S, wait_for_room, write_whole
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.events import EventLog

@@ -16,10 +16,27 @@ from megasdc.checkpoint.checks import (
     find_missing,
     find_unexpected,
 )
-from megasdc.checkpoint.files import UNIVERSAL_STEP, list_steps, step_folder
-from megasdc.checkpoint.kinds import CHECKPOINT, UNIVERSAL, explain_folder, is_universal, kind_of, list_universal
-from megasdc.checkpoint.manifest import FileRecord, Manifest, has_marker, read_manifest, read_other_nodes
-from megasdc.checkpoint.universal import UniversalManifest, find_unknown, read_universal_manifest
+from megasdc.checkpoint.files import (
+    CHECKPOINT,
+    UNIVERSAL,
+    UNIVERSAL_STEP,
+    explain_folder,
+    is_universal,
+    kind_of,
+    list_steps,
+    list_universal,
+    step_folder,
+)
+from megasdc.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    UniversalManifest,
+    find_unknown,
+    has_marker,
+    read_manifest,
+    read_other_nodes,
+    read_universal_manifest,
+)
 from megasdc.checkpoint.verification_marks import Standing, find_standing
 from megasdc.common.errors import CheckpointError
 from megasdc.common.program import bytes_bar

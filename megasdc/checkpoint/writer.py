@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megasdc.checkpoint.formats.deepspeed_names import layer_of
+from megasdc.checkpoint.files import layer_of
 from megasdc.checkpoint.places import RankProblem, describe_error
 from megasdc.common.durable import sync_path
 from megasdc.tensors.bits import are_finite, dtype_name

@@ -27,20 +27,24 @@ from typing import Any
 
 from rich.console import Console
 
+from megasdc.checkpoint.allowlist import check_pickle, load_checked
 from megasdc.checkpoint.checks import reading
-from megasdc.checkpoint.formats.allowlist import check_pickle, load_checked
-from megasdc.checkpoint.formats.deepspeed_names import (
+from megasdc.checkpoint.files import (
+    CHECKPOINT,
     PARAMETERS_FOLDER,
     STATES,
     UNIVERSAL_OPTIMIZER,
+    is_universal,
+    kind_of,
     kind_of_file,
 )
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, read_shared_state
-from megasdc.checkpoint.kinds import CHECKPOINT, is_universal, kind_of
-from megasdc.checkpoint.manifest import describe_file, installed_versions
-from megasdc.checkpoint.universal import (
+from megasdc.checkpoint.manifest import (
+    SHARED_STATE_FILE,
     UNIVERSAL_FORMAT_VERSION,
     UniversalManifest,
+    describe_file,
+    installed_versions,
+    read_shared_state,
     universal_folder,
     write_universal_manifest,
 )

@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.formats.tensor_files import num_bytes, write_tensors
 from megasdc.checkpoint.initial import GENERATION_FILE, TOKENIZER_FOLDER, InitialWeights, same_tokenizer
+from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
 from megasdc.checkpoint.views.hf_shards import HfShards
 from megasdc.checkpoint.views.logical import WeightSource, open_weights
 from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably

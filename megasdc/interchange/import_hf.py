@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
-from megasdc.checkpoint.formats.tensor_files import write_tensors
 from megasdc.checkpoint.initial import (
     FORMAT_VERSION,
     GENERATION_FILE,
@@ -27,6 +26,7 @@ from megasdc.checkpoint.initial import (
     WeightsManifest,
     weights_file,
 )
+from megasdc.checkpoint.tensor_files import write_tensors
 from megasdc.checkpoint.views.hf_shards import HfShards, read_model_json, section_of
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import CheckpointError, ConfigError, DataError

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megasdc.checkpoint.fence import Fence
+from megasdc.checkpoint.files import Fence
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common.durable import wait_for_room, write_durably
 from megasdc.common.errors import MegasdcError, StorageError, error_of_rank

@@ -10,7 +10,7 @@ import pytest
 from harness import run_distributed
 from whole_runs import events_of, prepare_text, pretrain_rank, write_config
 
-from megasdc.checkpoint.fence import Fence, FencedError
+from megasdc.checkpoint.files import Fence, FencedError
 from megasdc.checkpoint.save import SaveJob
 from megasdc.checkpoint.snapshots.messages import Act
 from megasdc.checkpoint.snapshots.writer_main import act

@@ -330,7 +330,7 @@ print(peak(lambda: import_hf(model, weights)), peak(lambda: export_hf(weights, o
 
 def test_export_and_import_hold_a_layer_and_not_the_model(tmp_path: Path, data: Path) -> None:
     """Above what the interpreter needs, a model of 310 MB takes less than a quarter of that at its peak."""
-    from megasdc.checkpoint.formats.tensor_files import num_bytes, write_tensors
+    from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
     from megasdc.config.sections.model import ModelSection
     from megasdc.model.hf.classes import hf_config
     from megasdc.model.hf.tensors import hf_shapes

@@ -17,8 +17,15 @@ from tiny import LLAMA_STYLE, full_tensors
 from typer.testing import CliRunner
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, train_run, write_config
 
-from megasdc.checkpoint.manifest import FileRecord, describe_file, read_manifest, write_manifest, write_marker
-from megasdc.checkpoint.universal import read_universal_manifest, write_universal_manifest
+from megasdc.checkpoint.manifest import (
+    FileRecord,
+    describe_file,
+    read_manifest,
+    read_universal_manifest,
+    write_manifest,
+    write_marker,
+    write_universal_manifest,
+)
 from megasdc.checkpoint.verify import read_source, verify_checkpoint
 from megasdc.cli import app
 from megasdc.common.errors import CheckpointError, StorageError

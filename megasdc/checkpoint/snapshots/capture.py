@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.files import rank_state_file
-from megasdc.checkpoint.formats.deepspeed_names import layer_of
+from megasdc.checkpoint.files import layer_of, rank_state_file
 from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error
 from megasdc.checkpoint.save import SavedState
 from megasdc.checkpoint.snapshots.torch_file import FileLayout, lay_out

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, step_folder
-from megasdc.checkpoint.formats.records import record_text
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
-from megasdc.checkpoint.manifest import FileRecord
+from megasdc.checkpoint.manifest import SHARED_STATE_FILE, FileRecord
 from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, RankProblem, describe_error, find_place
+from megasdc.checkpoint.records import record_text
 from megasdc.checkpoint.retention import Retention, list_due
 from megasdc.checkpoint.save import (
     SavedState,

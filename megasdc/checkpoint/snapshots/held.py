@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.formats.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
+from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import CheckpointError
 from megasdc.common.host import (

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
-from megasdc.checkpoint.manifest import installed_versions
+from megasdc.checkpoint.manifest import SHARED_STATE_FILE, installed_versions
 from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error
 from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
 from megasdc.checkpoint.snapshots.capture import capture_engine

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.fence import Fence
+from megasdc.checkpoint.files import Fence
 from megasdc.checkpoint.snapshots.torch_file import FileLayout
 
 
@@ -58,7 +58,7 @@ class StoredFile:
     """A file that was stored.
 
     Attributes:
-        content: ``megasdc.checkpoint.formats.content.Content`` of a file that was written; None: it is in memory.
+        content: ``megasdc.checkpoint.manifest.Content`` of a file that was written; None: it is in memory.
     """
 
     name: str

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from megasdc.checkpoint.formats.records import read_text, record_text
+from megasdc.checkpoint.records import read_text, record_text
 from megasdc.checkpoint.snapshots.held import (
     FORMAT_VERSION,
     GUESTS,

@@ -19,12 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megasdc.checkpoint.files import hash_file, step_folder
-from megasdc.checkpoint.formats.deepspeed_names import kind_of_file, layer_of, stage_file, stage_number
-from megasdc.checkpoint.formats.shard_sizes import shards_of
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
+from megasdc.checkpoint.files import hash_file, kind_of_file, layer_of, shards_of, stage_file, stage_number, step_folder
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
+    SHARED_STATE_FILE,
     FileRecord,
     Layout,
     Manifest,

@@ -21,9 +21,8 @@ from typing import Any
 
 import xxhash
 
-from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.formats.records import write_record
-from megasdc.checkpoint.read_lock import delete_unheld
+from megasdc.checkpoint.files import delete_unheld, hash_file
+from megasdc.checkpoint.records import write_record
 from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, SlotManifest
 from megasdc.checkpoint.snapshots.messages import Act, Join, Listen, StoredFile, StoreTask, TakenFile, TaskResult
 from megasdc.checkpoint.snapshots.partner import Partner, PartnerReplicas
@@ -49,7 +48,7 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
     """
     _follow(parent)
     if describes:
-        importlib.import_module("megasdc.checkpoint.formats.digest_file")
+        importlib.import_module("megasdc.checkpoint.manifest")
         importlib.import_module("deepspeed.runtime.zero.config")
     exchange = _Exchange()
     tasks: dict[type, Callable[[Any], TaskResult]] = {
@@ -216,8 +215,8 @@ def _copy(source: Path, target: Path) -> None:
 
 def _described(path: Path, described: dict[str, str] | None) -> StoredFile:
     """What a manifest says of a written file, which is read again."""
-    from megasdc.checkpoint.formats.allowlist import check_pickle
-    from megasdc.checkpoint.formats.digest_file import digest_file
+    from megasdc.checkpoint.allowlist import check_pickle
+    from megasdc.checkpoint.manifest import digest_file
 
     if path.suffix == ".pt":
         check_pickle(path)

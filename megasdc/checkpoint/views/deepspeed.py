@@ -14,15 +14,21 @@ from typing import Any
 
 import torch
 
+from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.checks import find_missing
-from megasdc.checkpoint.files import rank_state_file
-from megasdc.checkpoint.formats.allowlist import load_checked
-from megasdc.checkpoint.formats.content import parse_type
-from megasdc.checkpoint.formats.deepspeed_names import find_prefix, layer_file, shard_file, stage_file
-from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank, whole_shape
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, counters_of, model_of, read_shared_state
-from megasdc.checkpoint.formats.state_files import StateFiles
-from megasdc.checkpoint.manifest import Manifest, read_manifest, read_other_nodes
+from megasdc.checkpoint.files import find_prefix, layer_file, rank_state_file, shard_file, stage_file
+from megasdc.checkpoint.manifest import (
+    SHARED_STATE_FILE,
+    Manifest,
+    counters_of,
+    model_of,
+    parse_type,
+    read_manifest,
+    read_other_nodes,
+    read_shared_state,
+)
+from megasdc.checkpoint.pieces import Copy, Piece, WriterRank, whole_shape
+from megasdc.checkpoint.tensor_files import StateFiles
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import (
     locate_shards,

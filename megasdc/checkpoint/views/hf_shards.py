@@ -9,10 +9,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megasdc.checkpoint.formats.allowlist import check_regular
-from megasdc.checkpoint.formats.extents import Extent, read_whole
-from megasdc.checkpoint.formats.tensor_files import DTYPES, locate_tensors, open_tensors
-from megasdc.checkpoint.kinds import explain_folder
+from megasdc.checkpoint.allowlist import check_regular
+from megasdc.checkpoint.files import explain_folder
+from megasdc.checkpoint.tensor_files import DTYPES, Extent, locate_tensors, open_tensors, read_whole
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config.sections.model import ModelSection

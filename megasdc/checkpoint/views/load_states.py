@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.formats.deepspeed_names import SHARD_FILES
-from megasdc.checkpoint.formats.extents import ExtentReader
-from megasdc.checkpoint.formats.pieces import Copy, Piece, PieceError
+from megasdc.checkpoint.files import SHARD_FILES
 from megasdc.checkpoint.load import LoadedInPartError, compare_engine
 from megasdc.checkpoint.load_universal import full_shapes, place_steps
 from megasdc.checkpoint.manifest import Manifest
+from megasdc.checkpoint.pieces import Copy, Piece, PieceError
 from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error, raise_on_all_ranks
+from megasdc.checkpoint.tensor_files import ExtentReader
 from megasdc.checkpoint.views.deepspeed import States, locate_states
 from megasdc.checkpoint.views.view import Slot
 from megasdc.common.errors import CheckpointError

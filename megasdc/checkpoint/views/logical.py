@@ -14,13 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.checks import reading
-from megasdc.checkpoint.formats.allowlist import load_checked
-from megasdc.checkpoint.formats.deepspeed_names import layer_file
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, model_of, read_shared_state
+from megasdc.checkpoint.files import is_initial_weights, layer_file
 from megasdc.checkpoint.initial import InitialWeights, pad_vocabulary
-from megasdc.checkpoint.kinds import is_initial_weights
-from megasdc.checkpoint.manifest import read_manifest
+from megasdc.checkpoint.manifest import SHARED_STATE_FILE, model_of, read_manifest, read_shared_state
 from megasdc.checkpoint.verify import find_folders, verify_checkpoint
 from megasdc.common.errors import CheckpointError, DataError
 from megasdc.config.sections.model import ModelSection

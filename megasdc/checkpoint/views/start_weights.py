@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.files import CHECKPOINT, CHECKPOINTS, kind_of
 from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
-from megasdc.checkpoint.kinds import CHECKPOINT, CHECKPOINTS, kind_of
 from megasdc.checkpoint.views.logical import CheckpointWeights, open_weights
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups

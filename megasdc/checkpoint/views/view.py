@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.manifest import FileRecord
+from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
 from megasdc.common.errors import CheckpointError
 
 GLOBAL_GENERATORS = "/random generators"

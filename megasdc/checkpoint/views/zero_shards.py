@@ -19,9 +19,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megasdc.checkpoint.formats.pieces import Piece, WriterRank
-from megasdc.checkpoint.formats.shard_sizes import shard_elements
-from megasdc.checkpoint.formats.state_files import StateFiles
+from megasdc.checkpoint.files import shard_elements
+from megasdc.checkpoint.pieces import Piece, WriterRank
+from megasdc.checkpoint.tensor_files import StateFiles
 from megasdc.checkpoint.views.view import Scalar, Slot, flatten
 from megasdc.common.errors import CheckpointError
 

@@ -28,9 +28,8 @@ import xxhash
 from torch import Tensor
 
 from megasdc.checkpoint.files import step_of
-from megasdc.checkpoint.formats.extents import Extent, ExtentReader
-from megasdc.checkpoint.formats.open_copy import OpenCopy
-from megasdc.checkpoint.formats.pieces import Copy, Piece, PieceError
+from megasdc.checkpoint.pieces import Copy, Piece, PieceError
+from megasdc.checkpoint.tensor_files import Extent, ExtentReader, OpenCopy
 from megasdc.checkpoint.views.view import (
     GLOBAL_GENERATORS,
     TENSOR_SLOTS,

@@ -15,15 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.checks import deleted_while_read
-from megasdc.checkpoint.files import MANIFEST_FILE, MARKER_FILE, UNIVERSAL_FILE, list_steps
+from megasdc.checkpoint.files import (
+    CHECKPOINT,
+    CHECKPOINTS,
+    DATA,
+    MANIFEST_FILE,
+    MARKER_FILE,
+    RUN,
+    UNIVERSAL,
+    UNIVERSAL_FILE,
+    explain_folder,
+    kind_of,
+    list_steps,
+)
 from megasdc.checkpoint.files import step_folder as name_of_step
-from megasdc.checkpoint.formats.content import BLOCK_BYTES, Content, TensorContent
-from megasdc.checkpoint.formats.digest_file import digest_file
-from megasdc.checkpoint.formats.records import Count, Record, Time, Xxh3, read_record
-from megasdc.checkpoint.kinds import CHECKPOINT, CHECKPOINTS, DATA, RUN, UNIVERSAL, explain_folder, kind_of
+from megasdc.checkpoint.manifest import (
+    BLOCK_BYTES,
+    Content,
+    Manifest,
+    TensorContent,
+    digest_file,
+    read_manifest,
+    read_other_nodes,
+    read_universal_manifest,
+)
 from megasdc.checkpoint.manifest import FORMAT_VERSION as SAVED_VERSION
-from megasdc.checkpoint.manifest import Manifest, read_manifest, read_other_nodes
-from megasdc.checkpoint.universal import read_universal_manifest
+from megasdc.checkpoint.records import Count, Record, Time, Xxh3, read_record
 from megasdc.checkpoint.verification_marks import VERIFIED_FILE
 from megasdc.common.durable import TEMPORARY_PREFIX
 from megasdc.common.errors import CheckpointError

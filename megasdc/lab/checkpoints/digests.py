@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megasdc.checkpoint.formats.content import DIGEST_DIGITS, Content, TensorContent, parts_of
+from megasdc.checkpoint.manifest import DIGEST_DIGITS, Content, TensorContent, parts_of
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.digest import CheckpointContent, Digest, FileContent
 from megasdc.lab.checkpoints.digest_report import BlockRange, DigestReport, FileDifference, What

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.formats.pieces import PieceError
-from megasdc.checkpoint.kinds import explain_folder
+from megasdc.checkpoint.files import explain_folder, list_steps, step_folder
+from megasdc.checkpoint.pieces import PieceError
 from megasdc.checkpoint.views.view import TENSOR_SLOTS, View
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.drift_report import DriftReport, StepDrift, submodule_of

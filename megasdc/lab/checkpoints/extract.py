@@ -16,8 +16,8 @@ from typing import IO, Self
 import xxhash
 from pydantic import model_validator
 
-from megasdc.checkpoint.formats.content import DIGEST_DIGITS, Content, TensorContent
-from megasdc.checkpoint.formats.records import Record, read_text, record_text
+from megasdc.checkpoint.manifest import DIGEST_DIGITS, Content, TensorContent
+from megasdc.checkpoint.records import Record, read_text, record_text
 from megasdc.common.durable import replacing
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.lab.checkpoints.digest import Digest, FileContent

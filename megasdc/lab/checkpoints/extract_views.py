@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.formats.content import parts_of
-from megasdc.checkpoint.formats.digest_file import digest_file
-from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
+from megasdc.checkpoint.manifest import digest_file, parts_of
+from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.views.view import TENSOR_SLOTS, Entry, View
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.digests import differing_blocks

@@ -14,9 +14,14 @@ from typing import Any
 
 from megasdc.checkpoint.checks import check_file
 from megasdc.checkpoint.files import step_folder
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE, read_shared_state
-from megasdc.checkpoint.manifest import Manifest, read_manifest
-from megasdc.checkpoint.universal import UniversalManifest, read_universal_manifest
+from megasdc.checkpoint.manifest import (
+    SHARED_STATE_FILE,
+    Manifest,
+    UniversalManifest,
+    read_manifest,
+    read_shared_state,
+    read_universal_manifest,
+)
 from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data.loader import SampleStream
 from megasdc.data.position import Position, StepWork, advance, position_for

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.universal import read_universal_manifest
+from megasdc.checkpoint.manifest import read_universal_manifest
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig, parse_config

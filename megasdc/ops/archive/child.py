@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.read_lock import held_for_reading
+from megasdc.checkpoint.files import held_for_reading
 
 
 class PushProcess:

@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 
 import xxhash
 
-from megasdc.checkpoint.formats.content import Content, TensorContent, parts_of
+from megasdc.checkpoint.manifest import Content, TensorContent, parts_of
 from megasdc.ops.archive.block import BLOCK_BYTES
 from megasdc.ops.archive.moments import MOMENTS, Moment
 from megasdc.ops.archive.planes import WIDTHS

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from megasdc.checkpoint.checks import check_file, reading
-from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, list_steps, step_folder, step_of
+from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, held_for_reading, list_steps, step_folder, step_of
 from megasdc.checkpoint.manifest import FileRecord, Manifest, describe_file, has_marker, read_manifest, write_manifest
-from megasdc.checkpoint.read_lock import held_for_reading
 from megasdc.checkpoint.verification_marks import VERIFIED_FILE
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.common.origin import read_identity

@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.formats.shared_state import find_wrong_place, read_shared_state, uncounted_samples
 from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
 from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
-from megasdc.checkpoint.manifest import Layout, installed_versions
+from megasdc.checkpoint.manifest import (
+    Layout,
+    find_wrong_place,
+    installed_versions,
+    read_shared_state,
+    uncounted_samples,
+)
 from megasdc.checkpoint.places import (
     CheckpointGroup,
     FolderRanks,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.fence import Fence
+from megasdc.checkpoint.files import Fence
 from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.retention import Retention
 from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint

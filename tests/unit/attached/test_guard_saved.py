@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megasdc.attached.saves import MARK, SAVED, Saved, check_makers, forget_save, is_marked, read_saved
-from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.places import FolderRanks
+from megasdc.checkpoint.records import write_record
 from megasdc.common.errors import CheckpointError
 
 SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

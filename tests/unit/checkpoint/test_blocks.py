@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megasdc.checkpoint.formats.blocks import BlockArrangement, TensorBlock
+from megasdc.checkpoint.tensor_files import BlockArrangement, TensorBlock
 
 SHAPE = (5, 6, 4)
 BOUNDS = {

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megasdc.checkpoint import files, resume
-from megasdc.checkpoint.formats.allowlist import check_pickle, find_unsafe_classes, load_checked
+from megasdc.checkpoint.allowlist import check_pickle, find_unsafe_classes, load_checked
 from megasdc.checkpoint.manifest import (
     has_marker,
     read_manifest,

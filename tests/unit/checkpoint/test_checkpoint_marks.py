@@ -14,10 +14,10 @@ from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.formats.records import write_record
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from megasdc.checkpoint.places import FolderRanks
 from megasdc.checkpoint.quarantine import move_aside
+from megasdc.checkpoint.records import write_record
 from megasdc.checkpoint.retention import Retention, apply_retention, plan_retention
 from megasdc.checkpoint.verification_marks import (
     Standing,

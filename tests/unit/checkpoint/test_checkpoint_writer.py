@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from megasdc.checkpoint.formats.allowlist import find_unsafe_classes
+from megasdc.checkpoint.allowlist import find_unsafe_classes
 from megasdc.checkpoint.writer import RecordingWriter
 
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from megasdc.checkpoint.formats import deepspeed_names as names
+from megasdc.checkpoint import files as names
 from megasdc.parallel.dims import ParallelDims
 
 LAYOUT = (2, 3, 2)

@@ -14,17 +14,18 @@ import torch.distributed as dist
 from test_checkpoint_files import make_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint import kinds
+from megasdc.checkpoint import files as kinds
 from megasdc.checkpoint.files import remove_leftovers
 from megasdc.checkpoint.load_universal import open_universal
-from megasdc.checkpoint.manifest import Layout, describe_file
-from megasdc.checkpoint.places import CheckpointGroup
-from megasdc.checkpoint.universal import (
+from megasdc.checkpoint.manifest import (
+    Layout,
     UniversalManifest,
+    describe_file,
     read_universal_manifest,
     universal_folder,
     write_universal_manifest,
 )
+from megasdc.checkpoint.places import CheckpointGroup
 from megasdc.checkpoint.verify import find_folders, verify_checkpoint
 from megasdc.checkpoint.views.logical import open_weights
 from megasdc.checkpoint.views.start_weights import open_start

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
-from megasdc.checkpoint.formats.records import record_text
 from megasdc.checkpoint.places import CheckpointGroup
+from megasdc.checkpoint.records import record_text
 from megasdc.checkpoint.snapshots.held import (
     FORMAT_VERSION,
     HELD_FILE,

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megasdc.checkpoint.formats.allowlist import (
+from megasdc.checkpoint.allowlist import (
     check_pickle,
     load_checked,
     load_part,

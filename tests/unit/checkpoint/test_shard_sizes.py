@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from megasdc.checkpoint.formats.shard_sizes import shards_of
+from megasdc.checkpoint.files import shards_of
 from megasdc.checkpoint.views.zero_shards import shard_fragments
 
 

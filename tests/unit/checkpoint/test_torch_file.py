@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.checkpoint.formats import allowlist
-from megasdc.checkpoint.formats.digest_file import digest_file
-from megasdc.checkpoint.formats.extents import Extent, read_whole
-from megasdc.checkpoint.formats.state_files import StateFiles
+from megasdc.checkpoint import allowlist
+from megasdc.checkpoint.manifest import digest_file
 from megasdc.checkpoint.snapshots import torch_file, writer_main
 from megasdc.checkpoint.snapshots.capture import capture
 from megasdc.checkpoint.snapshots.messages import Act, StoreTask
 from megasdc.checkpoint.snapshots.snapshot import Snapshot
 from megasdc.checkpoint.snapshots.torch_file import lay_out, seal
 from megasdc.checkpoint.snapshots.writer_main import TornError, act, store
+from megasdc.checkpoint.tensor_files import Extent, StateFiles, read_whole
 
 CPU = torch.device("cpu")
 FLAT = torch.arange(100, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.checkpoint.formats.allowlist import load_checked
+from megasdc.checkpoint.allowlist import load_checked
 from megasdc.common.versions import OWNERS, missing_names
 
 

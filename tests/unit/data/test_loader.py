@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.checkpoint.formats.shared_state import find_wrong_place
+from megasdc.checkpoint.manifest import find_wrong_place
 from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data.dataset import build_datasets
 from megasdc.data.loader import EvalLoader, MicroBatchLoader

@@ -15,7 +15,7 @@ from megasdc.parallel.rendezvous import MEETING_VARIABLE
 pytestmark = pytest.mark.timeout(60)
 PROGRAM = """
 import ctypes, os, sys, time
-from megasdc.train import signals as signals
+from megasdc.train import signals
 def leave(code, error):
     print("left", type(error).__name__, flush=True)
     os._exit(code)
@@ -65,7 +65,7 @@ import os, sys, time
 import torch.distributed as dist
 from megasdc.parallel import rendezvous
 from megasdc.parallel.rendezvous import Identity
-from megasdc.train import signals as signals
+from megasdc.train import signals
 def leave(code, error):
     print("left", type(error).__name__, flush=True)
     os._exit(code)

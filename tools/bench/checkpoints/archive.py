@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.files import step_folder
-from megasdc.checkpoint.formats.content import parts_of
-from megasdc.checkpoint.manifest import FileRecord, read_manifest
+from megasdc.checkpoint.manifest import FileRecord, parts_of, read_manifest
 from megasdc.common.errors import MegasdcError
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.archive.block import block_name, decode_block, encode_block

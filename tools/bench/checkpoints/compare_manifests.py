@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.formats.content import BLOCK_BYTES, DIGEST_DIGITS, Content, TensorContent
-from megasdc.checkpoint.formats.deepspeed_names import layer_file, shard_file
-from megasdc.checkpoint.formats.records import record_text
+from megasdc.checkpoint.files import layer_file, shard_file
+from megasdc.checkpoint.manifest import BLOCK_BYTES, DIGEST_DIGITS, Content, TensorContent
+from megasdc.checkpoint.records import record_text
 from megasdc.lab.checkpoints.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
 from tools.bench.checkpoints.options import TENSOR_RANKS, CompareManifestsOptions
 from tools.bench.machine import describe_machine

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.formats.shared_state import SHARED_STATE_FILE
-from megasdc.checkpoint.manifest import read_manifest
+from megasdc.checkpoint.manifest import SHARED_STATE_FILE, read_manifest
 from megasdc.common.errors import CheckpointError
 from megasdc.events import read_events
 from megasdc.metrics.writer import METRICS_FILE, read_metrics

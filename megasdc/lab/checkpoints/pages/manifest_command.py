@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from megasdc.checkpoint.formats.records import record_text
+from megasdc.checkpoint.records import record_text
 from megasdc.common.errors import StorageError
 from megasdc.common.program import bytes_bar, echo, safe_console, write_atomically
 from megasdc.lab.checkpoints.digest import DIGEST_SUFFIX, Digest, count_bytes, digest_path

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.checks import deleted_while_read
-from megasdc.checkpoint.formats.pieces import Copy, PieceError
 from megasdc.checkpoint.manifest import read_manifest
+from megasdc.checkpoint.pieces import Copy, PieceError
 from megasdc.checkpoint.verify import (
     CHECKED,
     CheckpointReport,

@@ -25,10 +25,9 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.formats.allowlist import MEMBER, check_regular, load_part, refuse_classes
-from megasdc.checkpoint.formats.blocks import BlockArrangement, TensorBlock
-from megasdc.checkpoint.formats.open_copy import Places
-from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
+from megasdc.checkpoint.allowlist import MEMBER, check_regular, load_part, refuse_classes
+from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
+from megasdc.checkpoint.tensor_files import BlockArrangement, Places, TensorBlock
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import value_text
 from megasdc.common.errors import CheckpointError

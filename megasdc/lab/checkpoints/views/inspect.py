@@ -10,12 +10,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint import kinds
-from megasdc.checkpoint.files import MANIFEST_FILE
-from megasdc.checkpoint.formats.deepspeed_names import PARAMETERS_FOLDER, kind_of_file
-from megasdc.checkpoint.formats.shared_state import model_of, read_shared_state
-from megasdc.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from megasdc.checkpoint.universal import UniversalManifest, read_universal_manifest
+from megasdc.checkpoint import files as kinds
+from megasdc.checkpoint.files import MANIFEST_FILE, PARAMETERS_FOLDER, kind_of_file
+from megasdc.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    UniversalManifest,
+    model_of,
+    read_manifest,
+    read_shared_state,
+    read_universal_manifest,
+)
 from megasdc.checkpoint.verification_marks import find_standing
 from megasdc.checkpoint.verify import find_folders, is_called_universal
 from megasdc.checkpoint.views.hf_shards import read_model_json, section_of

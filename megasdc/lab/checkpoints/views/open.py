@@ -18,23 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.files import MANIFEST_FILE
-from megasdc.checkpoint.formats.deepspeed_names import (
+from megasdc.checkpoint.files import (
+    CHECKPOINT,
+    DCP,
+    MANIFEST_FILE,
+    MODEL,
+    ONE_CHECKPOINT,
     SHARD_FILES,
+    UNIVERSAL,
     UNIVERSAL_OPTIMIZER,
+    ZERO,
+    explain_folder,
     find_prefix,
+    kind_of,
     parameter_file,
     shard_file,
     stage_file,
 )
-from megasdc.checkpoint.formats.extents import Extent, read_whole
-from megasdc.checkpoint.formats.pieces import Copy, Piece, WriterRank
-from megasdc.checkpoint.formats.shared_state import model_of
-from megasdc.checkpoint.formats.state_files import StateFiles
-from megasdc.checkpoint.formats.tensor_files import locate_tensors
-from megasdc.checkpoint.kinds import CHECKPOINT, DCP, MODEL, ONE_CHECKPOINT, UNIVERSAL, ZERO, explain_folder, kind_of
-from megasdc.checkpoint.manifest import Layout
-from megasdc.checkpoint.universal import read_universal_manifest
+from megasdc.checkpoint.manifest import Layout, model_of, read_universal_manifest
+from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
+from megasdc.checkpoint.tensor_files import Extent, StateFiles, locate_tensors, read_whole
 from megasdc.checkpoint.views.deepspeed import open_deepspeed, shared_scalars
 from megasdc.checkpoint.views.hf_shards import HfShards, read_model_json, section_of
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten

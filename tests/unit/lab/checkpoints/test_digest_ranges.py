@@ -11,8 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from megasdc.checkpoint.formats.extents import Extent, Stamp
-from megasdc.checkpoint.formats.open_copy import Arrangement, OpenCopy, Part
+from megasdc.checkpoint.tensor_files import Arrangement, Extent, OpenCopy, Part, Stamp
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.checkpoints import BATCH_BYTES, ElementRange, RangeDigester
 

@@ -15,10 +15,8 @@ import xxhash
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.formats.content import BLOCK_BYTES
-from megasdc.checkpoint.formats.digest_file import digest_file
-from megasdc.checkpoint.formats.records import record_text
-from megasdc.checkpoint.manifest import Layout, Manifest, describe_file, write_manifest
+from megasdc.checkpoint.manifest import BLOCK_BYTES, Layout, Manifest, describe_file, digest_file, write_manifest
+from megasdc.checkpoint.records import record_text
 from megasdc.cli import app as megasdc_app
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.digest import digest_path, read_digest

@@ -12,7 +12,7 @@ import xxhash
 from hand_made import write_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.formats.content import parse_type
+from megasdc.checkpoint.manifest import parse_type
 from megasdc.checkpoint.verify import read_source
 from megasdc.checkpoint.views.logical import CheckpointWeights
 from megasdc.cli import app

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from hand_made import write_checkpoint
 
-from megasdc.checkpoint.formats.records import write_record
+from megasdc.checkpoint.records import write_record
 from megasdc.checkpoint.verification_marks import VERIFIED_FILE, VerifiedMark
 from megasdc.common.errors import ConfigError, LaunchError
 from megasdc.config.sections.megasdc import CheckpointSection

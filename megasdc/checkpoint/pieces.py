@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.formats.extents import Extent, ExtentReader
-from megasdc.checkpoint.formats.open_copy import Arrangement, OpenCopy, Places
+from megasdc.checkpoint.tensor_files import Arrangement, Extent, ExtentReader, OpenCopy, Places
 from megasdc.model.sharding import Split
 from megasdc.tensors.bits import dtype_name
 
