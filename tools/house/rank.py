@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "pretrain_gpt.py"
 PACKAGE = str(ROOT / "megasdc") + os.sep
 STEP = "train_step"
-"""Name of the function of the loop that takes one step; its calls are the borders of phases."""
+"""Name of the function of the loop that takes one step, which is no method; its calls are the borders of phases."""
 OUT_VARIABLE = "HOUSE_OUT"
 
 
@@ -70,11 +70,11 @@ class Watch:
         if event == "call":
             if id(code) not in self._entered or (not self._is_main and self._began != self._phases.phase):
                 self._enter(code)
-        elif event == "return" and self._is_main and code.co_name == STEP and code.co_filename.startswith(PACKAGE):
+        elif event == "return" and self._is_main and code.co_qualname == STEP and code.co_filename.startswith(PACKAGE):
             self._move(f"after {self._phases.steps}")
 
     def _enter(self, code: CodeType) -> None:
-        if self._is_main and code.co_name == STEP and code.co_filename.startswith(PACKAGE):
+        if self._is_main and code.co_qualname == STEP and code.co_filename.startswith(PACKAGE):
             self._phases.steps += 1
             self._move(f"step {self._phases.steps}")
         if not self._is_main and self._began != self._phases.phase:
