@@ -51,8 +51,7 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.groups import device_uuid
 from megasdc.sdc.finding import Finding, Suspects, describe_ruling, device_name, gather_places
 from megasdc.sdc.incident import Environment, Script, write_incident
-from megasdc.sdc.trace import Trace
-from megasdc.sdc.trace_file import TraceWriter, set_traces_aside, trace_path
+from megasdc.sdc.trace import Trace, TraceWriter, set_traces_aside, trace_path
 
 
 class GuardTrace(Protection):

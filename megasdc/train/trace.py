@@ -27,7 +27,7 @@ from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import Fragment, counts_here, owned_fragments
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finding import device_name
-from megasdc.sdc.trace_file import TraceWriter, set_traces_aside, trace_path
+from megasdc.sdc.trace import TraceWriter, set_traces_aside, trace_path
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm, default_algorithm
 from megasdc.train.detection.observe import Watch

@@ -18,7 +18,7 @@ from megasdc.common.errors import ConfigError, DataError
 from megasdc.config.load import load_config
 from megasdc.ops.determinism_check.check import check_determinism, compare_two_runs
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.trace_file import read_trace, trace_path
+from megasdc.sdc.trace import read_trace, trace_path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 

@@ -23,7 +23,7 @@ from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.origin import read_identity
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
-from megasdc.sdc.trace_file import read_folder
+from megasdc.sdc.trace import read_folder
 from tools.bench.guard.campaign import bench_guard
 from tools.bench.guard.options import GuardOptions
 from tools.bench.guard.trainings import (

@@ -19,7 +19,7 @@ from megasdc.events import read_events
 from megasdc.ops.health.attached import GuardStragglers
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.program_health import ProgramHealth
-from megasdc.sdc.trace_file import read_folder
+from megasdc.sdc.trace import read_folder
 from tools.bench.guard.cost import bench_guard_cost
 from tools.bench.guard.cost_rank import CALLS
 from tools.bench.guard.options import GuardCostOptions

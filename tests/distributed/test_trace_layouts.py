@@ -31,8 +31,7 @@ from megasdc.model.kinds import submodule_kind
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.cost import RankWork, reads_of_step
-from megasdc.sdc.trace import LAYOUT_FREE, Trace, compare_across_layouts
-from megasdc.sdc.trace_file import TraceWriter, trace_path
+from megasdc.sdc.trace import LAYOUT_FREE, Trace, TraceWriter, compare_across_layouts, trace_path
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import algorithm
 

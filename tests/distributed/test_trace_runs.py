@@ -13,8 +13,7 @@ from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state
 
 from megasdc.common.addresses import MICRO_BATCH_PHASES
 from megasdc.lab.traces.traces import compare_traces_of_runs, load_traces
-from megasdc.sdc.trace import Trace, compare_rank
-from megasdc.sdc.trace_file import read_folder
+from megasdc.sdc.trace import Trace, compare_rank, read_folder
 
 pytestmark = pytest.mark.distributed
 

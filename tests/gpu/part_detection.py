@@ -87,7 +87,7 @@ def golden(recorder: Recorder, crew: Crew) -> None:
 
 
 def _compare_traces(recorder: Recorder, bench: Bench) -> None:
-    from megasdc.sdc.trace_file import read_folder
+    from megasdc.sdc.trace import read_folder
 
     (header, one), (_, other) = (read_folder(bench.folder / name / "trace")[0] for name in ("a", "b"))
     recorder.note("checksum algorithm of traces", header["algorithm"])

@@ -10,8 +10,15 @@ from typing import Any
 
 from megasdc.common.errors import TraceError
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.trace import Comparison, Divergence, Trace, compare_across_layouts, compare_traces
-from megasdc.sdc.trace_file import RECORDED_ALIKE, read_folder
+from megasdc.sdc.trace import (
+    RECORDED_ALIKE,
+    Comparison,
+    Divergence,
+    Trace,
+    compare_across_layouts,
+    compare_traces,
+    read_folder,
+)
 
 _NOTED = ("device", "threads", "versions", "seed", "config_digest")
 """Header fields whose difference does not prevent a comparison, but may explain a divergence."""

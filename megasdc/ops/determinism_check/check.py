@@ -24,8 +24,7 @@ from megasdc.config.replica import replica_config
 from megasdc.data.manifest import MANIFEST_FILE
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.run_ranks import run_ranks
-from megasdc.sdc.trace import Trace, compare_traces
-from megasdc.sdc.trace_file import read_trace, trace_path
+from megasdc.sdc.trace import Trace, compare_traces, read_trace, trace_path
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 MOST_REPLICAS = 64

@@ -18,8 +18,7 @@ from megasdc.ops.determinism_check.check import CAUSES_FOUND, RUNS_DIFFER, First
 from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.front import launch_run
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.trace import Trace
-from megasdc.sdc.trace_file import read_folder
+from megasdc.sdc.trace import Trace, read_folder
 
 OBSERVED = "results of submodules, their gradients, and parameters after each step"
 

@@ -46,7 +46,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
         from megasdc.data.position import Order, Position
         from megasdc.determinism import set_deterministic
         from megasdc.parallel import groups
-        from megasdc.sdc.trace_file import TraceWriter, trace_path
+        from megasdc.sdc.trace import TraceWriter, trace_path
         from megasdc.train.build_engine import build_training_engine
         from megasdc.train.process import StartClock, prepare_cpu
 

@@ -31,7 +31,7 @@ with imports_kept():
     from megasdc.parallel import groups
     from megasdc.parallel.dims import ParallelDims
     from megasdc.sdc.golden import find, load_golden, load_header
-    from megasdc.sdc.trace_file import TraceWriter
+    from megasdc.sdc.trace import TraceWriter
     from megasdc.tensors.checksum import default_algorithm
     from megasdc.train.detection.golden_key import compare_key, golden_key, workload_of
     from megasdc.train.logs import set_up_logging

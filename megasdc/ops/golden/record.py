@@ -17,8 +17,7 @@ from megasdc.ops.golden.watched_ranks import CellRank, RankReport, watch_ranks
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.sdc.golden import Golden, save_golden
-from megasdc.sdc.trace import Trace, compare_traces
-from megasdc.sdc.trace_file import read_trace
+from megasdc.sdc.trace import Trace, compare_traces, read_trace
 from megasdc.train.workload import workload_cases, workload_config
 
 LAUNCHES = 2

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasdc.sdc.referee.rounding_bounds import INACCURACY, WORKING, Exact, gamma, rounded
+from megasdc.sdc.referee.rounding import INACCURACY, WORKING, Exact, gamma, rounded
 
 BLOCK = 16
 """Fewest keys of a block: what was summed is scaled again so often."""

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.determinism import capture_rng, restore_rng
-from megasdc.sdc.referee.noise import NARROW, Unfit, estimate
 from megasdc.sdc.referee.recompute import (
     LIKELY,
     Call,
@@ -49,7 +48,7 @@ from megasdc.sdc.referee.recompute import (
     word_output,
     word_weight,
 )
-from megasdc.sdc.referee.rounding_bounds import Exact, activated, activated_input, product, rounded
+from megasdc.sdc.referee.rounding import NARROW, Exact, Unfit, activated, activated_input, estimate, product, rounded
 from megasdc.tensors.nested import tensors_in
 
 Maker = Callable[[Call, Tensor], Exhibit | None]

@@ -37,7 +37,7 @@ from megasdc.model.kinds import (
     RESIDUAL,
 )
 from megasdc.sdc.referee.attention import Off, attended, elements, given, head_gradients, rotated, summed, unrotated
-from megasdc.sdc.referee.rounding_bounds import (
+from megasdc.sdc.referee.rounding import (
     WORKING,
     Exact,
     NormMoments,
@@ -50,8 +50,8 @@ from megasdc.sdc.referee.rounding_bounds import (
     residual,
     token_losses_fp64,
 )
-from megasdc.sdc.referee.rounding_bounds import norm_input as exact_input
-from megasdc.sdc.referee.rounding_bounds import norm_weight as exact_weight
+from megasdc.sdc.referee.rounding import norm_input as exact_input
+from megasdc.sdc.referee.rounding import norm_weight as exact_weight
 from megasdc.sdc.verdict import OWN_CODE, REFEREE
 from megasdc.tensors.nested import map_in, tensors_in
 

@@ -20,9 +20,8 @@ from torch import Tensor
 from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incident import Opinion, Outside
-from megasdc.sdc.referee.noise import NoiseBudget, Unfit
 from megasdc.sdc.referee.recompute import Call, Exhibit, Trust, kept_calls
-from megasdc.sdc.referee.rounding_bounds import Exact
+from megasdc.sdc.referee.rounding import Exact, NoiseBudget, Unfit
 
 T = TypeVar("T")
 Hearing = Generator[Any, Sequence[Any], Opinion]

@@ -8,7 +8,7 @@ The roundings of a row's elements are taken as independent: that of an element h
 ``u |a_r| |b_c|``, with u the unit roundoff of the sums, since each of K roundings is of a partial sum of about ``|a_r|
 |b_c| / sqrt(K)``; to this comes ``u' |y_rc|`` for the type of the result. A row is suspicious where its sum is off by
 more than ``LIMIT`` standard deviations. This is no proof, and names nobody: elements of the row outside of their proven
-bound do (``megasdc.sdc.referee.rounding_bounds.product``).
+bound do (``megasdc.sdc.referee.rounding.product``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megasdc.model.submodules import Submodule
 from megasdc.sdc.incident import Outside
 from megasdc.sdc.referee.recompute import LINEAR, Call, Exhibit, kept_calls, make_exhibit
 from megasdc.sdc.referee.referee import is_within
-from megasdc.sdc.referee.rounding_bounds import WORKING, product
+from megasdc.sdc.referee.rounding import WORKING, product
 from megasdc.tensors.bits import as_bits
 
 LIMIT = 8.0

@@ -26,7 +26,7 @@ from megasdc.sdc.finding import Finding
 from megasdc.sdc.incident import Opinion, Outside
 from megasdc.sdc.referee.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
 from megasdc.sdc.referee.referee import agreed, is_within, judge_rounding
-from megasdc.sdc.referee.rounding_bounds import Exact, mean_of
+from megasdc.sdc.referee.rounding import Exact, mean_of
 from megasdc.sdc.verdict import (
     ELSEWHERE,
     INCONCLUSIVE,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megasdc.attached.batch_replayer import Batch, SentTensor
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.incident import Opinion
-from megasdc.sdc.referee import noise
+from megasdc.sdc.referee import rounding as noise
 from megasdc.sdc.referee.recompute import Exhibit
 from megasdc.sdc.referee.referee import Referee, Subject, heard, shown_by
-from megasdc.sdc.referee.rounding_bounds import Exact
+from megasdc.sdc.referee.rounding import Exact
 from tools.bench.guard.pair import Side, judge_pair
 
 ADDRESS = Address(1, 0, FORWARD, "m", "output")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.attached.batch_replayer import Batch, SentTensor
-from megasdc.sdc.referee.noise import Unfit, estimate
+from megasdc.sdc.referee.rounding import Unfit, estimate
 from tools.bench.guard.modules import InnerAutocast, InnerCast, NarrowNorm, Step
 from tools.bench.guard.numerics import ORDER, Other, use_kernel
 from tools.bench.guard.pair import Judged, Side, judge_pair

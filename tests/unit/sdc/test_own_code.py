@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.sdc.referee.foreign import own_result, result_between
-from megasdc.sdc.referee.noise import Unfit, estimate
 from megasdc.sdc.referee.recompute import ESTIMATED, Exhibit, kept_calls
 from megasdc.sdc.referee.referee import is_within, judge_rounding
+from megasdc.sdc.referee.rounding import Unfit, estimate
 
 SAMPLES, TOKENS, WIDTH = 2, 9, 16
 

@@ -20,7 +20,7 @@ from megasdc.model.loss import TokenLoss
 from megasdc.sdc.referee.attention import Off, attended, elements, given, head_gradients, rotated, summed, unrotated
 from megasdc.sdc.referee.recompute import kept_calls, make_exhibit
 from megasdc.sdc.referee.referee import agreed, is_within, judge_rounding
-from megasdc.sdc.referee.rounding_bounds import (
+from megasdc.sdc.referee.rounding import (
     Exact,
     NormMoments,
     activated,

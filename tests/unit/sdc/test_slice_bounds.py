@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasdc.sdc.referee.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
 from megasdc.sdc.referee.referee import is_within
-from megasdc.sdc.referee.rounding_bounds import mean_of
+from megasdc.sdc.referee.rounding import mean_of
 
 
 def hard(count: int, kind: torch.dtype) -> list[Tensor]:

@@ -15,9 +15,8 @@ import pytest
 
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.common.errors import TraceError
-from megasdc.sdc import trace_file
-from megasdc.sdc.trace import Trace
-from megasdc.sdc.trace_file import TraceWriter, read_folder, read_trace, set_traces_aside, trace_path
+from megasdc.sdc import trace as trace_file
+from megasdc.sdc.trace import Trace, TraceWriter, read_folder, read_trace, set_traces_aside, trace_path
 
 
 def header(**changes: Any) -> dict[str, Any]:

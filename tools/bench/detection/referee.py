@@ -25,7 +25,7 @@ from megasdc.model.gpt import ACTIVATIONS
 from megasdc.model.loss import TokenLoss
 from megasdc.sdc.referee.attention import attended, elements, given, head_gradients
 from megasdc.sdc.referee.referee import judge_rounding
-from megasdc.sdc.referee.rounding_bounds import (
+from megasdc.sdc.referee.rounding import (
     Exact,
     NormMoments,
     activated,

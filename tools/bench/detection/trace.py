@@ -19,7 +19,7 @@ from megasdc.model.kinds import GRANULARITIES
 from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
 from megasdc.sdc.cost import Accelerator, RankWork, predicted_share, reads_of_step, total
-from megasdc.sdc.trace_file import TraceWriter
+from megasdc.sdc.trace import TraceWriter
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.tensors.checksum import default_algorithm, read_back
 from megasdc.train.build_engine import build_training_engine

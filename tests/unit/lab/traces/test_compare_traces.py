@@ -13,8 +13,7 @@ import pytest
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, UPDATE, WEIGHT_GRAD, Address
 from megasdc.lab.traces.trace_command import SHADES, shade
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.trace import Trace
-from megasdc.sdc.trace_file import TraceWriter, trace_path
+from megasdc.sdc.trace import Trace, TraceWriter, trace_path
 
 TOOL = Path(__file__).parents[4] / "tools" / "compare_traces.py"
 LAYOUT = {"tensor": 2, "pipeline": 2, "data": 1}
