@@ -20,15 +20,11 @@ def _nothing(_phase: str) -> None:
 
 
 @dataclass
-class Run:
-    """The parts of a running job, and its progress.
+class Progress:
+    """How far a run is.
 
     Args:
-        loader: this replica's training samples, with a saved position.
-        batches: the loader as the engine reads it.
-        events: this rank's event log.
         steps: steps of the whole run.
-        host_group: a gloo group of all ranks, for decisions that must not wait for a device.
         step: last finished step.
         tokens: tokens used so far.
         samples: samples consumed so far, all replicas.
@@ -37,15 +33,50 @@ class Run:
         skipped_steps: steps that the optimizer skipped so far.
         finite_step: last step that it took with a finite loss and gradient norm; 0: none.
         skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
-        stop_reason: None, or why the run ends after this step; the same on all ranks.
-        stop_error: raised after that as the run's end, once it is saved; None: it has ended well.
-        must_stop_soon: whether that is a signal or a time limit, after which processes may be killed.
         paused_s: seconds of evaluations, saves and golden checks, which are not step time.
+    """
+
+    steps: int
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+    uncounted_samples: int = 0
+    skipped_steps: int = 0
+    finite_step: int = 0
+    skip_place: str | None = None
+    paused_s: float = 0.0
+
+
+@dataclass
+class RunEnd:
+    """Whether a run ends after this step, and how.
+
+    Args:
+        reason: None, or why the run ends after this step; the same on all ranks.
+        error: raised after that as the run's end, once it is saved; None: it has ended well.
+        must_stop_soon: whether that is a signal or a time limit, after which processes may be killed.
         results: fields of the end event.
+    """
+
+    reason: str | None = None
+    error: Exception | None = None
+    must_stop_soon: bool = False
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """The parts of a running job, its progress and its end.
+
+    Args:
+        loader: this replica's training samples, with a saved position.
+        batches: the loader as the engine reads it.
+        events: this rank's event log.
+        host_group: a gloo group of all ranks, for decisions that must not wait for a device.
+        initial_dims: place of this rank when the launch began; None: as now, no replica was left out since.
         enter: called with the name of a phase (``megasdc.ops.health.phases``) that begins between steps.
         skipped_checkpoint_steps: steps whose checkpoints lie in the run's folder but were not resumed from and are not
-        of its past.
-        initial_dims: place of this rank when the launch began; None: as now, no replica was left out since.
+            of its past.
     """
 
     folder: Path
@@ -54,26 +85,25 @@ class Run:
     loader: MicroBatchLoader
     batches: Iterator[Any]
     events: EventLog
-    steps: int
     host_group: Any
-    step: int = 0
-    tokens: int = 0
-    samples: int = 0
-    uncounted_samples: int = 0
-    skipped_steps: int = 0
-    finite_step: int = 0
-    skip_place: str | None = None
-    stop_reason: str | None = None
-    stop_error: Exception | None = None
-    must_stop_soon: bool = False
-    paused_s: float = 0.0
-    results: dict[str, Any] = field(default_factory=dict)
+    progress: Progress
+    end: RunEnd = field(default_factory=RunEnd)
+    initial_dims: ParallelDims | None = None
     enter: Callable[[str], None] = _nothing
     skipped_checkpoint_steps: set[int] = field(default_factory=set)
-    initial_dims: ParallelDims | None = None
 
     def __post_init__(self) -> None:
         self.engine.agreement = StepAgreement(self.host_group)
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return self.progress.step
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.progress.steps
 
     @property
     def hooks(self) -> list[Any]:
@@ -102,7 +132,7 @@ class Run:
     @property
     def is_last_step(self) -> bool:
         """Whether no step follows the last finished one."""
-        return self.step >= self.steps or self.stop_reason is not None
+        return self.step >= self.steps or self.end.reason is not None
 
 
 class Slot(StrEnum):

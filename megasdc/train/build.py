@@ -48,7 +48,7 @@ from megasdc.data.manifest import Manifest, unchecked
 from megasdc.data.position import Order, Position
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.hooks import Hook, Progress, Run
 from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
 from megasdc.model.fused import require_compiler
@@ -215,8 +215,7 @@ def build_run(
     loader, eval_loader = _build_loaders(config, layout, dims, manifests, events)
     clock.mark("data")
     split = TimeSplit(engine.device) if dims.rank == 0 else None
-    run, kept = _assemble(config, engine, loader, events, split)
-    run.initial_dims = None if remaining is None else remaining.place_of(dims)
+    run, kept = _assemble(config, engine, loader, events, split, remaining)
     injection = _build_injection(sections, run)
     agree, study = (None, None) if shared is None else (shared.agree_on_checkpoint, shared.section)
     hook_states = resume(run, config, agree, study)
@@ -369,6 +368,7 @@ def _assemble(
     loader: MicroBatchLoader,
     events: EventLog,
     split: TimeSplit | None,
+    remaining: SurvivingRanks | None,
 ) -> tuple[Run, StepBatches | None]:
     """The run without its hooks, and the store of a step's batches where a check may read them again."""
     sections = config.megasdc
@@ -383,8 +383,9 @@ def _assemble(
         loader=loader,
         batches=batches if kept is None else kept,
         events=events,
-        steps=sections.training.steps,
         host_group=host_group,
+        progress=Progress(sections.training.steps),
+        initial_dims=None if remaining is None else remaining.place_of(engine.dims),
     )
     return run, kept
 

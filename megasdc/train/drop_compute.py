@@ -389,7 +389,7 @@ class DropCompute(Hook):
         if section.samples == DISCARD and engine.completed < step.planned:
             run.loader.skip_next(step.planned - engine.completed, again=section.compensation == RESAMPLE)
         if section.samples == DISCARD and section.compensation != RESAMPLE:
-            run.uncounted_samples += step.dropped * engine.micro_batch_size
+            run.progress.uncounted_samples += step.dropped * engine.micro_batch_size
         self._count(run, step)
         if self._replayed is None:
             self._watch(run, step)
@@ -412,7 +412,7 @@ class DropCompute(Hook):
         """Extend the run and its data stream to the number of steps needed now."""
         engine = run.engine
         if self._section.compensation == EXTRA_STEPS:
-            run.steps = self._base_steps + extra_steps(self._totals[0], self._micro_batches * run.dims.data)
+            run.progress.steps = self._base_steps + extra_steps(self._totals[0], self._micro_batches * run.dims.data)
         steps = range(run.step + 1, run.steps + 1)
         if self._replayed is None:
             planned = len(steps) * engine.micro_batches

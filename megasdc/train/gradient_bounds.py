@@ -202,7 +202,7 @@ class GradientBounds(Hook):
 
     def before_step(self, run: Run) -> None:
         """Clear the skip reason of the previous step."""
-        run.skip_place = None
+        run.progress.skip_place = None
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Set the reason of a skipped step; report when due.
@@ -210,7 +210,7 @@ class GradientBounds(Hook):
         Collective: all ranks of the world, at a report.
         """
         if self._skipped is not None:
-            run.skip_place = run.skip_place or self._skipped
+            run.progress.skip_place = run.progress.skip_place or self._skipped
             self._skipped = None
         if not result.skipped:
             self._bounds.count_clip(clip_factor(result.grad_norm, float(run.engine.optimizer.clip_grad)))

@@ -106,9 +106,9 @@ class IsolationLimit(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         """Stop after the last step that may be done so."""
         if run.step >= self._last and not run.is_last_step:
-            run.stop_reason = f"sdc.isolation.max_steps without ranks {self._remaining.left_out} of the launch"
-            run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
-            run.stop_error = CorruptionError(
+            run.end.reason = f"sdc.isolation.max_steps without ranks {self._remaining.left_out} of the launch"
+            run.events.emit("stop", "requested", step=run.step, reason=run.end.reason)
+            run.end.error = CorruptionError(
                 f"step {run.step} is saved; since step {self._remaining.since} ranks {self._remaining.left_out} of the "
                 f"launch are left out, which were wrong: see the incident in {run.folder / 'reports'}, replace their "
                 "hosts, and start again"

@@ -232,12 +232,12 @@ def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
             report_end(run, first)
         run.events.close()
         groups.shutdown()
-        if run.stop_error is not None:
-            raise run.stop_error
+        if run.end.error is not None:
+            raise run.end.error
         if run.step >= run.steps:
             return ALL_DONE
-        assert run.stop_reason is not None, f"the loop has ended at step {run.step} of {run.steps}"
-        return f"stopped at step {run.step} of {run.steps}: {run.stop_reason}"
+        assert run.end.reason is not None, f"the loop has ended at step {run.step} of {run.steps}"
+        return f"stopped at step {run.step} of {run.steps}: {run.end.reason}"
     remaining = leave_replicas_out(run, step, wrong, start.remaining, held)
     if run.launch_dims.rank in remaining.ranks:
         set_up_logging(int(os.environ["RANK"]))
@@ -281,12 +281,12 @@ def train_step(run: Run) -> None:
     for hook in tuple(run.hooks):  # a copy: an observer may be attached or removed meanwhile
         hook.before_step(run)
     result = run.engine.train_step(run.batches)
-    run.step = result.step
-    run.tokens += result.tokens
-    run.samples += result.micro_batches * run.engine.micro_batch_size
-    run.skipped_steps += result.skipped is not None
+    run.progress.step = result.step
+    run.progress.tokens += result.tokens
+    run.progress.samples += result.micro_batches * run.engine.micro_batch_size
+    run.progress.skipped_steps += result.skipped is not None
     if result.is_finite:
-        run.finite_step = result.step
+        run.progress.finite_step = result.step
     for hook in tuple(run.hooks):
         hook.after_step(run, result)
 
@@ -296,8 +296,8 @@ def report_end(run: Run, first: int) -> None:
 
     ``first``: the step after which this launch began.
     """
-    reason = run.stop_reason or ALL_DONE
-    if not run.stop_reason and first >= run.steps:
+    reason = run.end.reason or ALL_DONE
+    if not run.end.reason and first >= run.steps:
         logger.warning(
             "nothing to train: %s is already at step %d of %d; for a new run set another megasdc.logging.run_dir, to "
             "go on raise megasdc.training.steps",
@@ -306,9 +306,9 @@ def report_end(run: Run, first: int) -> None:
             run.steps,
         )
     else:
-        skipped = f"; {run.skipped_steps} steps were skipped" if run.skipped_steps else ""
+        skipped = f"; {run.progress.skipped_steps} steps were skipped" if run.progress.skipped_steps else ""
         logger.info("stopped at step %d of %d: %s%s", run.step, run.steps, reason, skipped)
-    run.events.emit("end", "run", step=run.step, reason=reason, results=run.results)
+    run.events.emit("end", "run", step=run.step, reason=reason, results=run.end.results)
 
 
 def report_failure(

@@ -98,7 +98,7 @@ class Reporter(Hook):
         if self.collections is not None:
             self.collections.take()
         losses = self._losses  # of the steps since the last line, if loaded from a checkpoint
-        self._start_window(run.paused_s)
+        self._start_window(run.progress.paused_s)
         self._losses = losses
         self._num_loaded = len(losses)
 
@@ -110,7 +110,7 @@ class Reporter(Hook):
         self._show(run, result)
         if run.step % self.interval == 0 or run.is_last_step:
             self._report(run, result)
-            self._start_window(run.paused_s)
+            self._start_window(run.progress.paused_s)
             self._num_loaded = 0
 
     def _show(self, run: Run, result: StepResult) -> None:
@@ -123,7 +123,7 @@ class Reporter(Hook):
         self.progress.update(self.progress.task_ids[0], completed=run.step, total=run.steps, loss=loss, refresh=True)
 
     def _report(self, run: Run, result: StepResult) -> None:
-        seconds = time.perf_counter() - self._window_start - (run.paused_s - self._paused_before)
+        seconds = time.perf_counter() - self._window_start - (run.progress.paused_s - self._paused_before)
         timed = self._losses[self._num_loaded :]
         steps, timed_tokens = len(timed), sum(count for _, count in timed)
         square = squared_norm(run.engine.module, run.dims.tp_rank)
@@ -134,10 +134,10 @@ class Reporter(Hook):
             "train/learning_rate": result.learning_rate,
             "train/grad_norm": result.grad_norm,
             "train/param_norm": float(square.sqrt()),
-            "train/tokens": run.tokens,
-            "train/samples": run.samples,
+            "train/tokens": run.progress.tokens,
+            "train/samples": run.progress.samples,
             "data/stream_end": run.stream_end,
-            "train/skipped_steps": run.skipped_steps,
+            "train/skipped_steps": run.progress.skipped_steps,
             "speed/step_s": seconds / steps,
             "speed/tokens_per_s": timed_tokens / seconds,
             "speed/tflops_per_device": tflops,
@@ -155,8 +155,8 @@ class Reporter(Hook):
             values["time/other_s"] = max(0.0, seconds / steps - sum(parts.values()))
         if self.collections is not None:
             values["time/garbage_collection_s"] = self.collections.take() / steps
-        run.results.setdefault("first_loss", next((loss for loss, _ in self._losses if loss is not None), math.nan))
-        run.results |= {"last_loss": values["train/loss"], "tokens_per_s": values["speed/tokens_per_s"]}
+        run.end.results.setdefault("first_loss", next((loss for loss, _ in self._losses if loss is not None), math.nan))
+        run.end.results |= {"last_loss": values["train/loss"], "tokens_per_s": values["speed/tokens_per_s"]}
         if self.writer is not None:
             self.writer.write(run.step, values)
             logger.info("%s", _line(run, values))
@@ -187,7 +187,7 @@ def _mean_loss(losses: list[tuple[float | None, int]]) -> float:
 
 def _line(run: Run, values: dict[str, float | int]) -> str:
     left_s = (run.steps - run.step) * values["speed/step_s"]
-    skipped = f" | skipped {run.skipped_steps}" if run.skipped_steps else ""
+    skipped = f" | skipped {run.progress.skipped_steps}" if run.progress.skipped_steps else ""
     return (
         f"step {run.step}/{run.steps} | loss {values['train/loss']:.4f} | lr {values['train/learning_rate']:.3e} | "
         f"grad norm {values['train/grad_norm']:.3f} | {values['speed/tokens_per_s']:,.0f} tokens/s | "
@@ -236,8 +236,8 @@ class Evaluator(Hook):
         loss = run.engine.evaluate(iter(self.loader), len(self.loader))
         seconds = time.perf_counter() - start
         run.enter("BETWEEN")
-        run.paused_s += seconds
-        run.results["eval/loss"] = loss
+        run.progress.paused_s += seconds
+        run.end.results["eval/loss"] = loss
         if self.writer is not None:
             values = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "time/eval_s": seconds}
             self.writer.write(run.step, values)

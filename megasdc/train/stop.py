@@ -105,7 +105,7 @@ class SkipWatch(Hook):
         self.in_a_row += 1
         adapts = run.engine.fp16_enabled() and run.engine.dynamic_loss_scale() and math.isfinite(result.loss)
         self.for_values = 0 if adapts else self.for_values + 1
-        place = run.skip_place or "its origin is not known; sdc.always_on.finite locates it"
+        place = run.progress.skip_place or "its origin is not known; sdc.always_on.finite locates it"
         run.events.emit(
             "skip",
             "optimizer_step",
@@ -131,10 +131,10 @@ class SkipWatch(Hook):
 
         Collective: all ranks of the world.
         """
-        if run.stop_reason is not None and run.step < run.steps:
+        if run.end.reason is not None and run.step < run.steps:
             return
-        if self.for_values >= min(LAST_SKIPPED, run.steps) and run.stop_error is None:
-            run.stop_error = NonFiniteError(
+        if self.for_values >= min(LAST_SKIPPED, run.steps) and run.end.error is None:
+            run.end.error = NonFiniteError(
                 f"the optimizer skipped the last {self.for_values} steps, up to step {run.step}: {self._reason}. "
                 f"{self._advice(run)}"
             )
@@ -158,15 +158,15 @@ class SkipWatch(Hook):
 
 def stop_without_room(run: Run, folder: Path, waited_s: float) -> None:
     """Let a run end after this step, on all ranks, since a folder has had no room for too long."""
-    if run.stop_error is None:
-        run.stop_reason = f"no room in {folder}"
-        run.stop_error = StorageError(
+    if run.end.error is None:
+        run.end.reason = f"no room in {folder}"
+        run.end.error = StorageError(
             f"{folder} has had no room, or its disk has failed, for {waited_s:.0f} s, up to step {run.step}; "
             f"megasdc.logging.wait_for_room_s is {room.limit_s():g}{_waiting()}. What to do: free space, or mend it, "
             "then start it again: what was saved before is kept",
             no_room=True,
         )
-        run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
+        run.events.emit("stop", "requested", step=run.step, reason=run.end.reason)
 
 
 def _waiting() -> str:
@@ -237,7 +237,7 @@ class LastLines(Hook):
 
         Collective: all ranks of the world.
         """
-        while run.stop_error is None:
+        while run.end.error is None:
             ranks = gather_objects((room.waiting_s(), room.is_asked_to_end()), run.host_group)
             waits_s = max(seconds for seconds, _ in ranks)
             self._watch.look(run, waits_s)
@@ -288,11 +288,11 @@ class StopWatch(Hook):
 
     def _decide(self, run: Run, number: int, *, time_is_up: bool) -> None:
         if number:
-            run.stop_reason = f"signal {signal.Signals(number).name}"
+            run.end.reason = f"signal {signal.Signals(number).name}"
         elif time_is_up:
-            run.stop_reason = "time limit"
+            run.end.reason = "time limit"
         elif run.step == self.stop_step:
-            run.stop_reason = f"training.stop_step {self.stop_step}"
-        run.must_stop_soon = bool(number) or time_is_up
-        if run.stop_reason:
-            run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
+            run.end.reason = f"training.stop_step {self.stop_step}"
+        run.end.must_stop_soon = bool(number) or time_is_up
+        if run.end.reason:
+            run.events.emit("stop", "requested", step=run.step, reason=run.end.reason)

@@ -45,7 +45,7 @@ def _save_at_once(config: str) -> tuple[int, str | None]:
     def save(run: Any) -> None:
         nothing: Any = SimpleNamespace(skipped="nothing was trained")
         next(hook for hook in run.hooks if type(hook).__name__ == "Saver").after_step(run, nothing)
-        run.stop_reason = "nothing is trained"
+        run.end.reason = "nothing is trained"
 
     loop_module.train = save
     return pretrain_rank(config, [])

@@ -220,7 +220,7 @@ def _stopped_while_the_last_save_waits(config: str) -> tuple[int, str | None]:
     original = saver.Saver._wait_for_room
 
     def signalled(self: Any, run: Any, error: Exception | None) -> bool:
-        assert run.is_last_step and not run.must_stop_soon
+        assert run.is_last_step and not run.end.must_stop_soon
         is_over = original(self, run, error)
         if int(os.environ["RANK"]) == 1:
             os.kill(os.getpid(), signal.SIGTERM)

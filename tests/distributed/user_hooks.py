@@ -53,7 +53,7 @@ class StopAtWish(Hook):
     def after_step(self, run, result):
         """All ranks read the same."""
         if self.wish.value:
-            run.stop_reason = "a rank wished it"
+            run.end.reason = "a rank wished it"
 
 
 class ReplicaNorms(Hook):

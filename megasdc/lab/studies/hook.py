@@ -564,14 +564,14 @@ class Study(Hook):
 
     def _agree_to_stop(self, run: Run) -> None:
         """All replicas stop after the step in which one has a reason."""
-        stops = [bool(stop) for (stop,) in self._bridge.gather([float(run.stop_reason is not None)])]
+        stops = [bool(stop) for (stop,) in self._bridge.gather([float(run.end.reason is not None)])]
         if not any(stops):
             return
-        reasons = self._bridge.gather_text(run.stop_reason or "")
-        if run.stop_reason is None:
+        reasons = self._bridge.gather_text(run.end.reason or "")
+        if run.end.reason is None:
             first = stops.index(True)
-            run.stop_reason = f"{reasons[first]}, of replica {first} of the study"
-            run.events.emit("stop", "requested", step=run.step, reason=run.stop_reason)
+            run.end.reason = f"{reasons[first]}, of replica {first} of the study"
+            run.events.emit("stop", "requested", step=run.step, reason=run.end.reason)
 
     def _tell_distances(self, kind: str, step: int, distances: list[NormDifference]) -> None:
         if self._launch.world.rank != 0:
@@ -587,7 +587,7 @@ class Study(Hook):
         start = time.perf_counter()
         with top_predictions(engine.module.loss_fn if last else None) as found:
             loss = engine.evaluate(iter(self._eval_loader), len(self._eval_loader))
-        run.paused_s += time.perf_counter() - start
+        run.progress.paused_s += time.perf_counter() - start
         counts = torch.zeros(4, dtype=torch.float64)
         if last:
             own = torch.stack(found)

@@ -100,7 +100,7 @@ class Archiver(Hook):
         self._go_on(run)
         if self._going is None:
             return
-        if run.must_stop_soon:
+        if run.end.must_stop_soon:
             logger.info("not archived yet: %s; the next start does it", self._steps_left())
             self.close()
             return

@@ -346,7 +346,7 @@ class StepChecker(Hook):
 
     def _check_golden(self, run: Run) -> None:
         self._golden_step = run.engine.step_number
-        run.paused_s += self._disputes.check_golden(self._golden_step)
+        run.progress.paused_s += self._disputes.check_golden(self._golden_step)
 
     def before_step(self, run: Run) -> None:
         """Decide what is checked in this step."""
@@ -580,10 +580,10 @@ class StepChecker(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Count the samples lost to an audit, and find out whether the next step is to be audited."""
-        run.skip_place = None if self.search is None else self.search.place
+        run.progress.skip_place = None if self.search is None else self.search.place
         if self._auditing:
             if self._extra is None:
-                run.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
+                run.progress.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
             self._disputes.after_audit(run, result, extra=self._extra is not None, recorded=not self._is_void)
         if self.place is not None:
             self.place.finish()

@@ -120,10 +120,10 @@ class MemoryCheckpoints(Hook):
         if self._has_old and self._saver.whole > self._first:
             self._has_old = False
             self._forget_old(run)
-        is_kept = isinstance(run.stop_error, StorageError)  # perhaps the only place where the last step can be saved
+        is_kept = isinstance(run.end.error, StorageError)  # perhaps the only place where the last step can be saved
         if (run.step % self._interval or run.is_last_step) and not is_kept:
             return
-        if run.finite_step <= self._taken:  # the state is that of the last snapshot, and may lead nowhere
+        if run.progress.finite_step <= self._taken:  # the state is that of the last snapshot, and may lead nowhere
             return
         run.enter("SAVE")
         self._before_save(run)
@@ -137,7 +137,7 @@ class MemoryCheckpoints(Hook):
         if is_kept:
             self._saver.finish()
         taken = self._saver.begin(run.engine, run.step, state)
-        run.paused_s += self._saver.stalled_s if taken else 0.0
+        run.progress.paused_s += self._saver.stalled_s if taken else 0.0
         self._taken = run.step if taken else self._taken
         if is_kept:
             self._saver.finish()

@@ -54,10 +54,10 @@ from megasdc.train.saving.saver import checkpoint_folder, wanted_dims
 
 def restore_counters(run: Run, state: dict[str, Any]) -> None:
     """Restore step, tokens, samples, skipped steps and the last finite step from a shared state."""
-    run.step, run.tokens, run.samples = state["step"], state["tokens"], state["samples"]
-    run.uncounted_samples = _uncounted(run, state)
-    run.skipped_steps = state["skipped_steps"]
-    run.finite_step = state.get("finite_step", run.step)  # a checkpoint of an earlier version has none
+    run.progress.step, run.progress.tokens, run.progress.samples = state["step"], state["tokens"], state["samples"]
+    run.progress.uncounted_samples = _uncounted(run, state)
+    run.progress.skipped_steps = state["skipped_steps"]
+    run.progress.finite_step = state.get("finite_step", state["step"])  # a checkpoint of an earlier version has none
 
 
 def _uncounted(run: Run, state: dict[str, Any]) -> int:

@@ -78,11 +78,11 @@ class RunState:
         states = gather_objects(run.loader.state_dict() if run.dims.is_first_stage else None, run.host_group)
         return {
             "step": run.step,
-            "tokens": run.tokens,
-            "samples": run.samples,
-            "uncounted_samples": run.uncounted_samples,
-            "skipped_steps": run.skipped_steps,
-            "finite_step": run.finite_step,
+            "tokens": run.progress.tokens,
+            "samples": run.progress.samples,
+            "uncounted_samples": run.progress.uncounted_samples,
+            "skipped_steps": run.progress.skipped_steps,
+            "finite_step": run.progress.finite_step,
             "loader": merge_positions([state for state in states if state is not None]),
             "vocab_size": run.loader.dataset.vocab_size,
             "tokenizer_checksum": self.tokenizer_checksum,
@@ -236,11 +236,11 @@ class Saver(Hook):
             state = self.state.of(run)
             saved = self._save(run, state)
             self._report(run, saved)
-            if saved is not None and run.stop_error is None:
+            if saved is not None and run.end.error is None:
                 self._judge_last(run, saved, state)
         else:
             self._background.begin(run.engine, run.step, self.state.of(run))
-        run.paused_s += time.monotonic() - started
+        run.progress.paused_s += time.monotonic() - started
         run.enter("BETWEEN")
 
     def _judge_last(self, run: Run, saved: SaveResult, state: SavedState) -> None:
@@ -250,10 +250,10 @@ class Saver(Hook):
         """
         if run.is_last_step and saved.non_finite is not None:
             way = where_to_go_on(run, self.folder)
-            run.stop_error = NonFiniteError(f"{saved.path} is the last checkpoint, and {saved.non_finite}; {way}")
+            run.end.error = NonFiniteError(f"{saved.path} is the last checkpoint, and {saved.non_finite}; {way}")
         elif run.step >= run.steps and state.wrong_place is not None:
             way = where_to_go_on(run, self.folder)
-            run.stop_error = CorruptionError(f"{saved.path} is the last checkpoint, and {state.wrong_place}; {way}")
+            run.end.error = CorruptionError(f"{saved.path} is the last checkpoint, and {state.wrong_place}; {way}")
 
     def _save(self, run: Run, state: SavedState) -> SaveResult | None:
         """Save while training waits; None: there was no room, and training goes on.
@@ -271,7 +271,7 @@ class Saver(Hook):
                 if not error.no_room:
                     raise
                 is_over = self._wait_for_room(run, error)
-                if run.is_last_step and (is_over or run.must_stop_soon or run.stop_error is not None):
+                if run.is_last_step and (is_over or run.end.must_stop_soon or run.end.error is not None):
                     if run.dims.rank == 0 and not is_over:
                         logger.warning("the last checkpoint is not waited for: the run is to end")
                     raise
@@ -298,7 +298,7 @@ class Saver(Hook):
         self._again_at = now + AGAIN_S
         told = gather_objects((now - self._without_room_since, room.is_asked_to_end()), run.host_group)
         waited_s: float = told[0][0]
-        run.must_stop_soon = run.must_stop_soon or any(asked for _, asked in told)
+        run.end.must_stop_soon = run.end.must_stop_soon or any(asked for _, asked in told)
         if error is not None and run.dims.rank == 0:
             logger.warning("%s; it is tried again for up to %g s", error, room.limit_s())
         if waited_s < room.limit_s():
@@ -318,7 +318,7 @@ class Saver(Hook):
         run.enter("SAVE")
         started = time.monotonic()
         self._report(run, background.finish())
-        run.paused_s += time.monotonic() - started
+        run.progress.paused_s += time.monotonic() - started
         run.enter("BETWEEN")
         return True
 

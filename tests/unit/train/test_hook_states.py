@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+import megasdc.faults
 import megasdc.train
-from megasdc.engine.hooks import Hook
+from megasdc.engine.hooks import Hook, Progress
 from megasdc.events import EventLog, read_events
 from megasdc.train.build import _load_hooks
 from megasdc.train.report import Reporter, _mean_loss
@@ -74,8 +75,9 @@ def test_nothing_is_told_where_all_is_taken_up(run: Any, tmp_path: Any) -> None:
 
 def test_names_under_which_states_are_kept() -> None:
     """They are in every checkpoint, and stay."""
-    for module in pkgutil.walk_packages(megasdc.train.__path__, "megasdc.train."):
-        importlib.import_module(module.name)
+    for package in (megasdc.train, megasdc.faults):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     todo, names = [Hook], []
     while todo:
         kind = todo.pop()
@@ -123,7 +125,7 @@ def test_a_skipped_step_without_a_loss_leaves_the_interval_its_loss(
         parts = {"split": None, "collections": None, "writer": None, "peak": None, "progress": False}
         return Reporter(interval=100, flops_per_token=1.0, **parts)  # type: ignore[arg-type]
 
-    run: Any = SimpleNamespace(step=1, is_last_step=False, paused_s=0.0)
+    run: Any = SimpleNamespace(step=1, is_last_step=False, progress=Progress(1))
     used = reporter()
     for index, (loss, tokens, skipped) in enumerate(steps):
         if index == cut:

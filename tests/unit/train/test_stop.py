@@ -12,6 +12,7 @@ from hand_made import write_checkpoint
 
 from megasdc.common.errors import NonFiniteError, as_known_error
 from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Progress, RunEnd
 from megasdc.train.stop import LAST_SKIPPED, SkipWatch
 
 
@@ -28,9 +29,9 @@ def _ended(
     engine = SimpleNamespace(fp16_enabled=lambda: fp16, dynamic_loss_scale=lambda: dynamic)
     events = SimpleNamespace(emit=lambda *_, **__: None)
     run: Any = SimpleNamespace(
-        engine=engine, events=events, dims=SimpleNamespace(rank=0), skip_place=None, stream_end=0, step=len(skipped)
+        engine=engine, events=events, dims=SimpleNamespace(rank=0), stream_end=0, step=len(skipped), steps=steps
     )
-    run.stop_error, run.stop_reason, run.host_group, run.steps = None, stop, None, steps
+    run.progress, run.end, run.host_group = Progress(steps, len(skipped)), RunEnd(stop), None
     watch = SkipWatch(100, folder)
     for step, loss in enumerate(skipped, 1):
         reason = None if loss is None else "gradient norm is not finite"
@@ -38,7 +39,7 @@ def _ended(
     again = SkipWatch(100, folder)
     again.load_state_dict(watch.state_dict())
     again.on_end(run)
-    return run.stop_error  # type: ignore[no-any-return]
+    return run.end.error  # type: ignore[no-any-return]
 
 
 @pytest.fixture(autouse=True)

@@ -181,7 +181,7 @@ def run_campaign(messages: Messages, options: BoundTrainOptions, data: Path, fol
         try:
             train(run)
         except NonFiniteError:
-            run.results.clear()  # all ranks end a run that only skips steps; it has no loss
+            run.end.results.clear()  # all ranks end a run that only skips steps; it has no loss
         finally:
             run.events.close()
         own = 0 if injector is None else sum(firing.changed > 0 for firing in injector.firings)
@@ -191,9 +191,9 @@ def run_campaign(messages: Messages, options: BoundTrainOptions, data: Path, fol
             setting=setting,
             seed=seed,
             faulty=faulty,
-            loss=run.results.get("eval/loss", math.nan),
+            loss=run.end.results.get("eval/loss", math.nan),
             steps=run.step,
-            skipped=run.skipped_steps,
+            skipped=run.progress.skipped_steps,
             share=shares[-1] if shares else None,
             faults=sum(gather_objects(own)),
             seconds=time.monotonic() - start,

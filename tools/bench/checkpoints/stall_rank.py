@@ -170,7 +170,7 @@ class Rounds(Hook):
         self._messages.send(done=self._done, total=len(self._program), step=result.step)
         self._due = next(self._next, None)
         if self._due is None:
-            run.stop_reason = "all rounds are done"
+            run.end.reason = "all rounds are done"
         self._ended_at = time.perf_counter()
 
     def _kind(self, due: str) -> str:

@@ -15,7 +15,7 @@ from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader, StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.hooks import Hook, Progress, Run
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.build_engine import build_training_engine
@@ -103,7 +103,9 @@ class BubblesRank:
         loader = MicroBatchLoader(stream, options.micro_batch, self.dims.dp_rank, self.dims.data)
         self._batches = StepBatches(loader, loader)
         self._signals, events = StopSignals(), EventLog(folder, self.dims.rank)
-        self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, steps, dist.group.WORLD)
+        self._run = Run(
+            folder, self.dims, self.engine, loader, self._batches, events, dist.group.WORLD, Progress(steps)
+        )
         self._sleeper = Sleeper(shape.slept_s)
         self._audits = {moves: self._build(config, moves) for moves in (False, True)}
 
@@ -132,7 +134,7 @@ class BubblesRank:
         began = time.perf_counter()
         result = self.engine.train_step(self._batches)
         took = time.perf_counter() - began
-        self._run.step = result.step
+        self._run.progress.step = result.step
         replay_s = detection.budget.replays.take()
         if replay_s:
             replay_s += self._sleeper.replay_s

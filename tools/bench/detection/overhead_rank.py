@@ -28,7 +28,7 @@ from megasdc.config.sections.megasdc import DeterminismSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader, StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.hooks import Hook, Progress, Run
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
@@ -166,7 +166,7 @@ class OverheadRank:
         self._signals = StopSignals()
         events = EventLog(folder, self.dims.rank)
         group = dist.new_group(backend="gloo") if self.engine.device.type == "cuda" else dist.group.WORLD
-        self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, steps, group)
+        self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, group, Progress(steps))
         alone = [name for name in SECTIONS if name not in (CHAIN, KEPT)]
         self._detections = {name: self._build(self._changed(name)) for name in alone}
 
@@ -243,7 +243,7 @@ class OverheadRank:
             for hook in hooks:
                 hook.before_step(run)
             result = engine.train_step(self._batches)
-            run.step = result.step
+            run.progress.step = result.step
             for hook in hooks:
                 hook.after_step(run, result)
         observation.close()
@@ -299,7 +299,7 @@ class OverheadRank:
         for hook in hooks:
             hook.before_step(self._run)
         result = self.engine.train_step(self._batches)
-        self._run.step = result.step
+        self._run.progress.step = result.step
         for hook in hooks:
             hook.after_step(self._run, result)
         wait_for_device()

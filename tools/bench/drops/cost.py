@@ -272,7 +272,7 @@ def measure_rank(messages: Messages, config: dict[str, Any], vocab: int) -> None
         began = time.perf_counter()
         hook.before_step(run)
         result = run.engine.train_step(run.batches)
-        run.step = result.step
+        run.progress.step = result.step
         hook.after_step(run, result)
         wall_s = time.perf_counter() - began
         heard_s = gate.heard_s(gather_objects(gate.told))

@@ -147,9 +147,9 @@ def train_all(messages: Messages, configs: list[dict[str, Any]]) -> None:
         rows = read_metrics(run.folder) if dims.rank == 0 else []
         messages.send(
             steps=run.step,
-            samples=run.samples,
+            samples=run.progress.samples,
             epoch_samples=run.loader.samples_per_epoch,
-            skipped=run.skipped_steps,
+            skipped=run.progress.skipped_steps,
             losses=[[row["step"], row["eval/loss"]] for row in rows if "eval/loss" in row],
-            seconds=sum(walls) - run.paused_s,
+            seconds=sum(walls) - run.progress.paused_s,
         )

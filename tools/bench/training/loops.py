@@ -23,7 +23,7 @@ from megasdc.config.sections.optimizer_hooks import HookSpec
 from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.hooks import Hook, Progress, Run
 from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
@@ -84,14 +84,14 @@ class MegasdcLoop:
             loader=loader,
             batches=loader if self.split is None else self.split.watch(loader),
             events=EventLog(folder, dims.rank),
-            steps=0,
             host_group=dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD,
+            progress=Progress(0),
         )
         self.writer = MetricsWriter(folder) if dims.rank == 0 else None
 
     def run(self, steps: int) -> None:
         """Take so many more steps."""
-        self.run_state.steps += steps
+        self.run_state.progress.steps += steps
         self.run_state.hooks = self._hooks()
         train(self.run_state)
         self.run_state.hooks = []

@@ -194,7 +194,7 @@ class LinkPings(Hook):
         if lost:
             self._drop(lost)
             self._set_pairs([pair for pair in self._pairs if pair not in lost])
-        run.paused_s += time.perf_counter() - began
+        run.progress.paused_s += time.perf_counter() - began
 
     def close(self) -> None:
         """Close the connections."""

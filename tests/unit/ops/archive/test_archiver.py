@@ -19,6 +19,7 @@ from megasdc.checkpoint.records import write_record
 from megasdc.checkpoint.verification_marks import VERIFIED_FILE, VerifiedMark
 from megasdc.common.errors import ConfigError, LaunchError
 from megasdc.config.sections.megasdc import CheckpointSection
+from megasdc.engine.hooks import RunEnd
 from megasdc.events import EventLog, read_events
 from megasdc.ops.archive import hook
 from megasdc.ops.archive.child import PushProcess
@@ -38,7 +39,7 @@ class Training:
             step=0,
             skipped_checkpoint_steps=set(),
             is_last_step=False,
-            must_stop_soon=False,
+            end=RunEnd(),
             events=self.events,
             enter=lambda phase: None,
         )
@@ -110,7 +111,7 @@ def test_a_run_that_must_leave_waits_for_nothing(tmp_path: Path) -> None:
     """After a signal or a time limit: nothing has failed, and a later start archives what was left."""
     training = Training(tmp_path)
     training.step(2, save=True)
-    training.run.must_stop_soon = True
+    training.run.end.must_stop_soon = True
     assert training.hook._going is not None
     child = training.hook._going.process._process.pid
     training.end()
