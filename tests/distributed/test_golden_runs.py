@@ -14,7 +14,7 @@ from megasdc.config.load import load_config
 from megasdc.ops.golden.record import record_golden_trace
 from megasdc.sdc.golden import Golden, GoldenAnswer, load_golden, save_golden
 from megasdc.sdc.incident import Incident, incident_from_json
-from megasdc.train.detection.golden_check import GoldenCheck
+from megasdc.train.detection.golden import GoldenCheck
 
 pytestmark = pytest.mark.distributed
 

@@ -17,7 +17,7 @@ from megasdc.engine.hooks import Hook
 from megasdc.parallel import groups
 from megasdc.sdc.golden import GoldenComparison, judge_cell
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.workload import Workload, workload_cases, workload_config
+from megasdc.train.detection.golden import Workload, workload_cases, workload_config
 from tools.bench.detection.golden_rank import Campaign, campaign_config
 
 pytestmark = pytest.mark.distributed

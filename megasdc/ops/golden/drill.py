@@ -19,8 +19,8 @@ from megasdc.faults.injector import Injector
 from megasdc.faults.process import ProcessFaults
 from megasdc.faults.stored import StateFaults
 from megasdc.parallel.dims import ParallelDims
+from megasdc.train.detection.golden import Workload
 from megasdc.train.detection.golden_key import workload_of
-from megasdc.train.workload import Workload
 
 SEEDS_APART = 1_000_003
 """Difference of the seeds of two repeats, so that an intermittent fault is drawn anew in each."""

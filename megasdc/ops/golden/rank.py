@@ -33,10 +33,10 @@ with imports_kept():
     from megasdc.sdc.golden import find, load_golden, load_header
     from megasdc.sdc.trace import TraceWriter
     from megasdc.tensors.checksum import default_algorithm
+    from megasdc.train.detection.golden import Workload, workload_cases
     from megasdc.train.detection.golden_key import compare_key, golden_key, workload_of
     from megasdc.train.logs import set_up_logging
     from megasdc.train.process import prepare_cpu
-    from megasdc.train.workload import Workload, workload_cases
 
 PULSE_S = 1.0
 """Seconds between signs of life."""

@@ -18,7 +18,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.sdc.golden import Golden, save_golden
 from megasdc.sdc.trace import Trace, compare_traces, read_trace
-from megasdc.train.workload import workload_cases, workload_config
+from megasdc.train.detection.golden import workload_cases, workload_config
 
 LAUNCHES = 2
 """Sets of processes, forks and fresh ones; results that repeat only inside one process are not golden."""

@@ -18,9 +18,9 @@ from megasdc.sdc.golden import find, key_differences
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import algorithm, default_algorithm
+from megasdc.train.detection.golden import Workload, workload_cases, workload_config
 from megasdc.train.detection.golden_key import golden_key, workload_of
 from megasdc.train.process import prepare_cpu
-from megasdc.train.workload import Workload, workload_cases, workload_config
 
 COMMON: dict[str, Any] = {
     "parallel": {"threads": 1},

@@ -53,7 +53,7 @@ from megasdc.train.detection.findings import (
     ParameterReader,
     Rehearse,
 )
-from megasdc.train.detection.golden_check import GoldenAnswer, GoldenCheck
+from megasdc.train.detection.golden import GoldenAnswer, GoldenCheck
 from megasdc.train.isolation import IsolationError
 from megasdc.train.saving.memory import mark_memory
 from megasdc.train.saving.saver import checkpoint_folder

@@ -14,8 +14,8 @@ import megasdc
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences, machine_key, processor_name
+from megasdc.train.detection.golden import workload_config
 from megasdc.train.detection.golden_key import golden_key
-from megasdc.train.workload import workload_config
 
 ARM = """processor\t: 0
 BogoMIPS\t: 243.75

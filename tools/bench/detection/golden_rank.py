@@ -35,8 +35,8 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import INCONCLUSIVE
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.detection.golden import Workload, workload_cases, workload_config
 from megasdc.train.detection.golden_key import golden_key
-from megasdc.train.workload import Workload, workload_cases, workload_config
 from tools.bench.rank import Messages, join_ranks
 from tools.bench.training.options import LLAMA
 

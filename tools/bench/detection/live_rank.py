@@ -38,11 +38,11 @@ from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import plan_checks
 from megasdc.train.detection.findings import EVENT_KIND
+from megasdc.train.detection.golden import Workload, workload_config
 from megasdc.train.detection.observe import ObserverSwitch, Watch, watch_for_faults
 from megasdc.train.detection.step_checker import build_detection, watches_of
 from megasdc.train.main import train
 from megasdc.train.signals import StopSignals
-from megasdc.train.workload import Workload, workload_config
 from tools.bench.detection.golden_rank import KINDS, record_golden
 from tools.bench.detection.live_cases import (
     AUDITED,
