@@ -27,7 +27,6 @@ from typing import Any, Protocol
 from megasdc.parallel.local_ranks import base_environment
 
 PRELOAD = (
-    "megasdc.common.lean",
     "numpy",
     "torch",
     "torch.distributed.elastic.rendezvous",

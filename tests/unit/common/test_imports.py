@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-from megasdc.common import imports
-from megasdc.common.imports import imports_kept, is_installed
+from megasdc.common.imports import imports_kept
 
 
 @pytest.fixture(autouse=True)
@@ -42,16 +38,3 @@ def test_who_collects_by_itself_goes_on_so() -> None:
     with pytest.raises(ImportError), imports_kept():
         raise ImportError("no such library")
     assert not gc.isenabled()
-
-
-def test_an_optional_package_is_not_found_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is not installed; afterwards it is, also after an error, and one that was imported before stays."""
-    monkeypatch.setattr(imports, "LEFT_OUT", ("optional_here", "json"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "optional_here.py").write_text("")
-    with pytest.raises(ImportError, match="optional_here"), imports_kept():
-        assert not is_installed("optional_here") and importlib.import_module("json") is sys.modules["json"]
-        importlib.import_module("optional_here")
-    assert is_installed("optional_here") and sys.modules["json"] is not None
-    assert importlib.import_module("optional_here").__file__ == str(tmp_path / "optional_here.py")
-    monkeypatch.delitem(sys.modules, "optional_here")
