@@ -1,7 +1,7 @@
 """Files and folders of checkpoints: names, kinds, deletion, who may change or read them, and DeepSpeed's names.
 
 ``Fence``: a launch that was frozen, or cut off, for so long that another one took its folder changes nothing there any
-more. The lock of a run folder ends such a launch at its next step (``megasdc.train.process.folder_locks``). What a save
+more. The lock of a run folder ends such a launch at its next step (``megasdc.train.stop``). What a save
 does outside of steps, and in the moment in which a host wakes up, is kept out here: the record in the folder must still
 name this launch when a checkpoint gets its name, its marker, or the file ``latest``, and before old ones are deleted.
 

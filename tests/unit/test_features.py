@@ -11,8 +11,10 @@ from megasdc.engine.hooks import PURPOSES, Hook, Slot
 from megasdc.features import ORDER
 
 ELSEWHERE = (
+    *("megasdc.faults.delay", "megasdc.faults.drill", "megasdc.faults.process", "megasdc.faults.stored"),
     *("megasdc.lab.studies.hook", "megasdc.lab.studies.replica_link", "megasdc.ops.archive.hook"),
     *("megasdc.ops.health.hooks.links", "megasdc.ops.health.hooks.progress", "megasdc.ops.health.hooks.stragglers"),
+    "megasdc.train.drop_compute",
 )
 """Files with hooks that only runs that ask for them import."""
 

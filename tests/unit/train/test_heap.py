@@ -35,7 +35,7 @@ def _faults(keep: str, **environment: str) -> tuple[str, int]:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, keep], env=environment, capture_output=True, text=True, check=True
     )
-    kept, faults = ran.stdout.split()
+    kept, faults = ran.stdout.splitlines()[-1].split()  # DeepSpeed prints on import
     return kept, int(faults)
 
 
