@@ -27,8 +27,8 @@ from megasdc.train.detection.slices import SliceChecks
 from megasdc.train.detection.step_checker import StepChecker, build_detection, build_search, watches_of
 from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.isolation import IsolationLimit
-from megasdc.train.process import CollectionTimer, ManagedCollection, StartReport
-from megasdc.train.report import Evaluator, Reporter, build_writer
+from megasdc.train.process import CollectionTimer, ManagedCollection
+from megasdc.train.report import Evaluator, Reporter, StartReport, build_writer
 from megasdc.train.saving.memory import MemoryCheckpoints
 from megasdc.train.saving.saver import OncePerStep, RunState, Saver, WaitForSnapshots, checkpoint_folder
 from megasdc.train.stop import FolderWatch, LastLines, RoomWatch, SkipWatch, StopWatch

@@ -49,39 +49,6 @@ class StartClock:
         self._last_boot_s = now
 
 
-class StartReport(Hook):
-    """Writes the event ``start/phases`` after the first step of this process, on every rank.
-
-    Its fields are ``process_started_boot_s``, seconds from the machine's boot to the process's start, ``phases``,
-    seconds by part in their order, and ``step_s``, seconds of that step. Every part must be marked, except the first
-    step.
-    """
-
-    def __init__(self, clock: StartClock) -> None:
-        self.clock: StartClock | None = clock
-        self._step_began = 0.0
-
-    def before_step(self, run: Run) -> None:
-        """Note when the first step begins."""
-        if self.clock is not None:
-            self._step_began = time.monotonic()
-
-    def after_step(self, run: Run, result: StepResult) -> None:
-        """Write the event once."""
-        if self.clock is None:
-            return
-        self.clock.mark("first_step")
-        run.events.emit(
-            "start",
-            "phases",
-            step=result.step,
-            process_started_boot_s=self.clock.process_started_boot_s,
-            phases=self.clock.phases,
-            step_s=time.monotonic() - self._step_began,
-        )
-        self.clock = None
-
-
 KEPT_BYTES = 2**30
 """Freed blocks up to this size, and a free heap top up to this size, are kept."""
 OLDER_KEPT_BYTES = 2**25

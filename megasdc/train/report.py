@@ -39,7 +39,7 @@ from megasdc.metrics.sinks import (
 )
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.optim.zero1 import squared_norm
-from megasdc.train.process import CollectionTimer
+from megasdc.train.process import CollectionTimer, StartClock
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +212,39 @@ def _progress_bar() -> Progress | None:
         console=console,
         auto_refresh=False,  # else a thread would draw while a step runs
     )
+
+
+class StartReport(Hook):
+    """Writes the event ``start/phases`` after the first step of this process, on every rank.
+
+    Its fields are ``process_started_boot_s``, seconds from the machine's boot to the process's start, ``phases``,
+    seconds by part in their order, and ``step_s``, seconds of that step. Every part must be marked, except the first
+    step.
+    """
+
+    def __init__(self, clock: StartClock) -> None:
+        self.clock: StartClock | None = clock
+        self._step_began = 0.0
+
+    def before_step(self, run: Run) -> None:
+        """Note when the first step begins."""
+        if self.clock is not None:
+            self._step_began = time.monotonic()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Write the event once."""
+        if self.clock is None:
+            return
+        self.clock.mark("first_step")
+        run.events.emit(
+            "start",
+            "phases",
+            step=result.step,
+            process_started_boot_s=self.clock.process_started_boot_s,
+            phases=self.clock.phases,
+            step_s=time.monotonic() - self._step_began,
+        )
+        self.clock = None
 
 
 class Evaluator(Hook):

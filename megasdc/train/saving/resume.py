@@ -1,21 +1,22 @@
-"""Resuming a run: from memory, from a checkpoint on the disk, or from a universal one.
+"""Resuming a run: from memory, from a checkpoint on the disk of any layout, or from a universal one; changed settings.
 
-Going on from a checkpoint of another layout: a universal one that the configuration names, or the run's own.
-
-What every resume carries over besides the engine, whatever it goes on from.
+A change of the configuration is refused, or applied from the next step on and reported. DeepSpeed and torch restore the
+optimizer's saved settings: rates, decays, the clip, the loss scaler (DeepSpeed 0.19, torch 2.13). So the settings of
+the new engine are recorded before the load, and those that the user changed are put back after it; all others stay as
+saved, bit for bit.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
-from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal
+from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal, place_steps
 from megasdc.checkpoint.manifest import (
     Layout,
     find_wrong_place,
@@ -37,242 +38,25 @@ from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, restore
 from megasdc.checkpoint.views.load_states import load_states
 from megasdc.common.errors import CheckpointError, StorageError
+from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
 from megasdc.config.deepspeed_part import precision_of
 from megasdc.config.load import RunConfig
 from megasdc.config.sections.study import StudySection
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import stream_end
 from megasdc.determinism import restore_rng, seed_generators
+from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.metrics.writer import cut_back, set_metrics_aside
 from megasdc.optim.zero1 import grouped_parameters
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.changed_settings import ChangedSettings
 from megasdc.train.saving.memory import find_memory_checkpoint, keep_only, remove_step
 from megasdc.train.saving.saver import checkpoint_folder, wanted_dims
 
-
-def restore_counters(run: Run, state: dict[str, Any]) -> None:
-    """Restore step, tokens, samples, skipped steps and the last finite step from a shared state."""
-    run.progress.step, run.progress.tokens, run.progress.samples = state["step"], state["tokens"], state["samples"]
-    run.progress.uncounted_samples = _uncounted(run, state)
-    run.progress.skipped_steps = state["skipped_steps"]
-    run.progress.finite_step = state.get("finite_step", state["step"])  # a checkpoint of an earlier version has none
-
-
-def _uncounted(run: Run, state: dict[str, Any]) -> int:
-    """Samples that were given up; where an earlier version saved, which does not say it, the places are believed."""
-    known = state.get("uncounted_samples")
-    if known is None:
-        known = uncounted_samples(state)
-        if run.dims.rank == 0:
-            run.events.emit("resume", "place_not_known", step=state["step"], samples=state["samples"], uncounted=known)
-            logger.info("an earlier version saved step %d: its place in the data cannot be compared", state["step"])
-    return int(known)
-
-
-def prolong_stream(run: Run) -> None:
-    """Extend the stream to the run's end, also where earlier steps took more samples than this run's do."""
-    own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
-    run.loader.extend(own)
-
-
-def check_skipped_samples(saved: dict[str, Any], config: RunConfig) -> None:
-    """Refuse ranges of samples to skip that have changed before the position of a checkpoint.
-
-    Args:
-        saved: shared state of the checkpoint.
-
-    Raises:
-        CheckpointError: some have.
-    """
-    then, now = saved["config"]["megasdc"]["data"].get("skip", []), config.megasdc.data.skip
-    end = stream_end(saved["loader"])
-    before = [[[first, min(last, end)] for first, last in ranges if first < end] for ranges in (then, now)]
-    if before[0] != before[1]:
-        raise CheckpointError(
-            f"megasdc.data.skip is {now}, and was {then} when the checkpoint of step {saved['step']} was saved, which "
-            f"is past all samples before {end}: set what was before {end} again, or resume from an earlier checkpoint "
-            "with megasdc.checkpoint.resume_at_most"
-        )
-
-
-def log_other_versions(run: Run, saved: dict[str, str]) -> None:
-    """Warn that the checkpoint was saved by other versions, so results may differ in their bits."""
-    here = installed_versions()
-    other = {
-        name: [version, here[name]] for name, version in sorted(saved.items()) if here.get(name, version) != version
-    }
-    if other:
-        text = "; ".join(f"{name} {then}, here {now}" for name, (then, now) in other.items())
-        run.events.emit("resume", "other_versions", step=run.step, versions=other)
-        logger.warning("saved with %s: from here on results may be rounded differently than with those versions", text)
-
-
-def log_quantized(run: Run, bits: int | None) -> None:
-    """Warn that the optimizer's moments are not those that were saved; None: they are."""
-    if bits is not None:
-        run.events.emit("resume", "quantized_moments", step=run.step, bits=bits)
-        logger.warning(
-            "the optimizer's moments were quantized to %d bits in the archive: the run does not continue bit for bit",
-            bits,
-        )
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What a run goes on from.
-
-    Args:
-        state: shared state of the checkpoint.
-        load: loads weights, moments, learning rate schedule and counters into the engine.
-    """
-
-    path: Path
-    layout: Layout
-    state: dict[str, Any]
-    place: FolderRanks
-    load: Callable[[], None]
-
-
-def load_other_layout(
-    run: Run, config: RunConfig, found: SelectedCheckpoint, leave: Callable[[], object]
-) -> dict[str, Any]:
-    """Go on from a checkpoint of another layout; returns states of the hooks by their names.
-
-    Each rank reads what it needs of the files. What is carried over is what ``start_from_universal`` does.
-
-    Args:
-        found: the files that this rank needs are on its host.
-        leave: called once it is loaded.
-
-    Raises:
-        CheckpointError: it is of another model, or cannot be read; on all ranks.
-
-    Collective: all ranks of the world.
-    """
-    place, started = find_place(CheckpointGroup("shared", run.host_group)), time.monotonic()
-    state: dict[str, Any] = {}
-    problem: RankProblem | None = None
-    try:
-        state = read_shared_state(found.path)
-    except (CheckpointError, ValueError, OSError) as error:
-        problem = describe_error(error, f"read {found.path}")
-    raise_on_all_ranks(problem, place, f"{found.path} has another layout, and cannot be used")
-    precision = precision_of(state["config"])
-
-    def load() -> None:
-        load_states(run.engine, found.path, found.manifest, precision, place)
-
-    hooks = _go_on(run, config, _Source(found.path, found.manifest.layout, state, place, load))
-    leave()
-    if place.rank == 0:
-        seconds = time.monotonic() - started
-        logger.info("resumed from %s, saved with %s; read in %.1f s", found.path, found.manifest.layout, seconds)
-        log_quantized(run, found.manifest.quantized_moments_bits)
-        run.events.emit(
-            "resume",
-            "other_layout",
-            step=run.step,
-            path=str(found.path),
-            saved_layout=str(found.manifest.layout),
-            layout=str(run.dims),
-            seconds=seconds,
-        )
-    return hooks
-
-
-def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
-    """Continue a run that was saved at any layout; returns states of the hooks by their names.
-
-    Weights, moments, learning rate schedule and counters are restored. The data continue with any number of replicas,
-    micro-batch and global batch: first the samples that only some replicas had consumed, then the rest of the stream.
-    The random generators are seeded by ``seed_generators``. The run is at step 0, on return at the step loaded.
-
-    Raises:
-        CheckpointError: it is damaged or of another model, or something in it cannot be carried over and is not named
-            in ``checkpoint.universal_without``; on all ranks.
-
-    Collective: all ranks of the world.
-    """
-    section = config.megasdc.checkpoint
-    found = open_universal(folder, CheckpointGroup(section.storage, run.host_group), verify=section.verify)
-
-    def load() -> None:
-        load_universal(run.engine, found)
-
-    source = _Source(found.path, found.manifest.source_layout, found.shared_state, found.place, load)
-    hooks = _go_on(run, config, source, section.universal_without)
-    if run.dims.rank == 0:
-        _tell_universal(run, config, found)
-    return {} if "hooks" in section.universal_without else hooks
-
-
-def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str] = ()) -> dict[str, Any]:
-    """Carry over everything, except what is named in ``without``; returns states of the hooks by their names."""
-    dims, state = run.dims, source.state
-    changed = ChangedSettings(run.engine, config, None)
-    problem = changed.problem_of(state, source.layout.data)
-    raise_on_all_ranks(problem, source.place, f"{source.path} cannot be used, nothing was changed")
-    try:
-        if "loader" not in without:
-            if wrong := find_wrong_place(state):
-                raise CheckpointError(wrong)
-            run.loader.move_to(state["loader"])
-            check_skipped_samples(state, config)
-    except CheckpointError as error:
-        hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
-        problem = RankProblem(f"{error}; {hint}", storage=False)
-    data = config.megasdc.data.path
-    saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
-    if saved not in (None, now):
-        text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
-        problem = RankProblem(f"{text}; give data of the same tokenizer", storage=False)
-    what = f"{source.path} cannot continue with this data, nothing was changed"
-    raise_on_all_ranks(problem, source.place, what)
-    source.load()
-    begun_again = {"uncounted_samples": -state["samples"]} if "loader" in without else {}
-    restore_counters(run, {**state, **begun_again})
-    prolong_stream(run)
-    seed_generators(config.megasdc.training.seed, run.step, dims.rank)
-    changed.apply(run)
-    return changed.hook_states(state["hooks"])
-
-
-def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
-    """Event and log lines of rank 0."""
-    manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
-    batch, saved_batch = run.engine.samples_per_step, found.shared_state["config"].get("train_batch_size")
-    run.events.emit(
-        "resume",
-        "universal",
-        step=run.step,
-        path=str(found.path),
-        source=manifest.source,
-        saved_layout=str(manifest.source_layout),
-        layout=str(run.dims),
-        without=list(without),
-        precision=manifest.precision,
-        global_batch=batch,
-        saved_global_batch=saved_batch,
-    )
-    logger.info("continuing from step %d of %s, saved at %s", run.step, found.path, manifest.source_layout)
-    log_quantized(run, manifest.quantized_moments_bits)
-    if run.step >= run.steps:
-        run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
-        logger.warning(
-            "no steps are left: %s is at step %d, megasdc.training.steps is %d; nothing is trained, and no checkpoint "
-            "is written at this layout; raise megasdc.training.steps to continue",
-            found.path,
-            run.step,
-            run.steps,
-        )
-    if "loader" in without:
-        logger.warning("the data starts again at its first sample: megasdc.checkpoint.universal_without has loader")
-    if "hooks" in without:
-        logger.warning("hooks start without their states: megasdc.checkpoint.universal_without has hooks")
-    if saved_batch not in (None, "auto", batch):
-        logger.warning("the global batch was %s samples and is %d now; the schedule counts steps", saved_batch, batch)
+_PARAMS = "optimizer.params."
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_UNMEASURED: dict[str, Any] = {"tau_s": None, "tuned_at": None, "chosen": None, "aims": [], "owed": 0}
+"""State of DropCompute before the choice of a threshold."""
 
 
 logger = logging.getLogger(__name__)
@@ -480,3 +264,327 @@ def _cut_metrics_back(run: Run) -> None:
     if run.dims.rank == 0:
         dropped = cut_back(run.folder, run.step)
         run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
+
+
+def load_other_layout(
+    run: Run, config: RunConfig, found: SelectedCheckpoint, leave: Callable[[], object]
+) -> dict[str, Any]:
+    """Go on from a checkpoint of another layout; returns states of the hooks by their names.
+
+    Each rank reads what it needs of the files. What is carried over is what ``start_from_universal`` does.
+
+    Args:
+        found: the files that this rank needs are on its host.
+        leave: called once it is loaded.
+
+    Raises:
+        CheckpointError: it is of another model, or cannot be read; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    place, started = find_place(CheckpointGroup("shared", run.host_group)), time.monotonic()
+    state: dict[str, Any] = {}
+    problem: RankProblem | None = None
+    try:
+        state = read_shared_state(found.path)
+    except (CheckpointError, ValueError, OSError) as error:
+        problem = describe_error(error, f"read {found.path}")
+    raise_on_all_ranks(problem, place, f"{found.path} has another layout, and cannot be used")
+    precision = precision_of(state["config"])
+
+    def load() -> None:
+        load_states(run.engine, found.path, found.manifest, precision, place)
+
+    hooks = _go_on(run, config, _Source(found.path, found.manifest.layout, state, place, load))
+    leave()
+    if place.rank == 0:
+        seconds = time.monotonic() - started
+        logger.info("resumed from %s, saved with %s; read in %.1f s", found.path, found.manifest.layout, seconds)
+        log_quantized(run, found.manifest.quantized_moments_bits)
+        run.events.emit(
+            "resume",
+            "other_layout",
+            step=run.step,
+            path=str(found.path),
+            saved_layout=str(found.manifest.layout),
+            layout=str(run.dims),
+            seconds=seconds,
+        )
+    return hooks
+
+
+def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, Any]:
+    """Continue a run that was saved at any layout; returns states of the hooks by their names.
+
+    Weights, moments, learning rate schedule and counters are restored. The data continue with any number of replicas,
+    micro-batch and global batch: first the samples that only some replicas had consumed, then the rest of the stream.
+    The random generators are seeded by ``seed_generators``. The run is at step 0, on return at the step loaded.
+
+    Raises:
+        CheckpointError: it is damaged or of another model, or something in it cannot be carried over and is not named
+            in ``checkpoint.universal_without``; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    section = config.megasdc.checkpoint
+    found = open_universal(folder, CheckpointGroup(section.storage, run.host_group), verify=section.verify)
+
+    def load() -> None:
+        load_universal(run.engine, found)
+
+    source = _Source(found.path, found.manifest.source_layout, found.shared_state, found.place, load)
+    hooks = _go_on(run, config, source, section.universal_without)
+    if run.dims.rank == 0:
+        _tell_universal(run, config, found)
+    return {} if "hooks" in section.universal_without else hooks
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a run goes on from.
+
+    Args:
+        state: shared state of the checkpoint.
+        load: loads weights, moments, learning rate schedule and counters into the engine.
+    """
+
+    path: Path
+    layout: Layout
+    state: dict[str, Any]
+    place: FolderRanks
+    load: Callable[[], None]
+
+
+def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str] = ()) -> dict[str, Any]:
+    """Carry over everything, except what is named in ``without``; returns states of the hooks by their names."""
+    dims, state = run.dims, source.state
+    changed = ChangedSettings(run.engine, config, None)
+    problem = changed.problem_of(state, source.layout.data)
+    raise_on_all_ranks(problem, source.place, f"{source.path} cannot be used, nothing was changed")
+    try:
+        if "loader" not in without:
+            if wrong := find_wrong_place(state):
+                raise CheckpointError(wrong)
+            run.loader.move_to(state["loader"])
+            check_skipped_samples(state, config)
+    except CheckpointError as error:
+        hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
+        problem = RankProblem(f"{error}; {hint}", storage=False)
+    data = config.megasdc.data.path
+    saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
+    if saved not in (None, now):
+        text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
+        problem = RankProblem(f"{text}; give data of the same tokenizer", storage=False)
+    what = f"{source.path} cannot continue with this data, nothing was changed"
+    raise_on_all_ranks(problem, source.place, what)
+    source.load()
+    begun_again = {"uncounted_samples": -state["samples"]} if "loader" in without else {}
+    restore_counters(run, {**state, **begun_again})
+    prolong_stream(run)
+    seed_generators(config.megasdc.training.seed, run.step, dims.rank)
+    changed.apply(run)
+    return changed.hook_states(state["hooks"])
+
+
+def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
+    """Event and log lines of rank 0."""
+    manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
+    batch, saved_batch = run.engine.samples_per_step, found.shared_state["config"].get("train_batch_size")
+    run.events.emit(
+        "resume",
+        "universal",
+        step=run.step,
+        path=str(found.path),
+        source=manifest.source,
+        saved_layout=str(manifest.source_layout),
+        layout=str(run.dims),
+        without=list(without),
+        precision=manifest.precision,
+        global_batch=batch,
+        saved_global_batch=saved_batch,
+    )
+    logger.info("continuing from step %d of %s, saved at %s", run.step, found.path, manifest.source_layout)
+    log_quantized(run, manifest.quantized_moments_bits)
+    if run.step >= run.steps:
+        run.events.emit("resume", "no_steps_left", step=run.step, steps=run.steps)
+        logger.warning(
+            "no steps are left: %s is at step %d, megasdc.training.steps is %d; nothing is trained, and no checkpoint "
+            "is written at this layout; raise megasdc.training.steps to continue",
+            found.path,
+            run.step,
+            run.steps,
+        )
+    if "loader" in without:
+        logger.warning("the data starts again at its first sample: megasdc.checkpoint.universal_without has loader")
+    if "hooks" in without:
+        logger.warning("hooks start without their states: megasdc.checkpoint.universal_without has hooks")
+    if saved_batch not in (None, "auto", batch):
+        logger.warning("the global batch was %s samples and is %d now; the schedule counts steps", saved_batch, batch)
+
+
+def restore_counters(run: Run, state: dict[str, Any]) -> None:
+    """Restore step, tokens, samples, skipped steps and the last finite step from a shared state."""
+    run.progress.step, run.progress.tokens, run.progress.samples = state["step"], state["tokens"], state["samples"]
+    run.progress.uncounted_samples = _uncounted(run, state)
+    run.progress.skipped_steps = state["skipped_steps"]
+    run.progress.finite_step = state.get("finite_step", state["step"])  # a checkpoint of an earlier version has none
+
+
+def _uncounted(run: Run, state: dict[str, Any]) -> int:
+    """Samples that were given up; where an earlier version saved, which does not say it, the places are believed."""
+    known = state.get("uncounted_samples")
+    if known is None:
+        known = uncounted_samples(state)
+        if run.dims.rank == 0:
+            run.events.emit("resume", "place_not_known", step=state["step"], samples=state["samples"], uncounted=known)
+            logger.info("an earlier version saved step %d: its place in the data cannot be compared", state["step"])
+    return int(known)
+
+
+def prolong_stream(run: Run) -> None:
+    """Extend the stream to the run's end, also where earlier steps took more samples than this run's do."""
+    own = max(0, run.steps - run.step) * run.engine.train_batch_size() // run.dims.data
+    run.loader.extend(own)
+
+
+def check_skipped_samples(saved: dict[str, Any], config: RunConfig) -> None:
+    """Refuse ranges of samples to skip that have changed before the position of a checkpoint.
+
+    Args:
+        saved: shared state of the checkpoint.
+
+    Raises:
+        CheckpointError: some have.
+    """
+    then, now = saved["config"]["megasdc"]["data"].get("skip", []), config.megasdc.data.skip
+    end = stream_end(saved["loader"])
+    before = [[[first, min(last, end)] for first, last in ranges if first < end] for ranges in (then, now)]
+    if before[0] != before[1]:
+        raise CheckpointError(
+            f"megasdc.data.skip is {now}, and was {then} when the checkpoint of step {saved['step']} was saved, which "
+            f"is past all samples before {end}: set what was before {end} again, or resume from an earlier checkpoint "
+            "with megasdc.checkpoint.resume_at_most"
+        )
+
+
+def log_other_versions(run: Run, saved: dict[str, str]) -> None:
+    """Warn that the checkpoint was saved by other versions, so results may differ in their bits."""
+    here = installed_versions()
+    other = {
+        name: [version, here[name]] for name, version in sorted(saved.items()) if here.get(name, version) != version
+    }
+    if other:
+        text = "; ".join(f"{name} {then}, here {now}" for name, (then, now) in other.items())
+        run.events.emit("resume", "other_versions", step=run.step, versions=other)
+        logger.warning("saved with %s: from here on results may be rounded differently than with those versions", text)
+
+
+def log_quantized(run: Run, bits: int | None) -> None:
+    """Warn that the optimizer's moments are not those that were saved; None: they are."""
+    if bits is not None:
+        run.events.emit("resume", "quantized_moments", step=run.step, bits=bits)
+        logger.warning(
+            "the optimizer's moments were quantized to %d bits in the archive: the run does not continue bit for bit",
+            bits,
+        )
+
+
+class ChangedSettings:
+    """Finds settings changed since a checkpoint was saved, and applies them to a new engine with nothing loaded."""
+
+    def __init__(self, engine: TrainingEngine, config: RunConfig, study: StudySection | None) -> None:
+        self._config = config
+        if study is not None:
+            self._config = replace(config, megasdc=config.megasdc.model_copy(update={"study": study}))
+        self._in_study = study is not None
+        self._data = engine.dims.data
+        optimizer = engine.optimizer
+        self._groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self._clip = optimizer.clip_grad
+        self._scaler: Any = getattr(optimizer, "loss_scaler", None)
+        self.changes: list[ChangedField] = []
+
+    def check(self, saved: Mapping[str, Any], data: int, *, universal: bool = False) -> None:
+        """Find changes since the state ``saved`` for all ranks by ``data`` replicas; refuse those that are not allowed.
+
+        ``universal``: a new run begins from a universal checkpoint.
+
+        Raises:
+            CheckpointError: some are not allowed; all are named, with the remedy.
+        """
+        file = dict(saved["config"])
+        if self._in_study and saved.get("study") is not None:
+            file["megasdc"] = {**file["megasdc"], "study": saved["study"]}
+        changes = find_changes(file, self._config, data, self._data)
+        if self._in_study and saved.get("study") is None:  # saved by a version that did not store it
+            changes = [change for change in changes if not change.path.startswith("megasdc.study.")]
+        if refused := [change for change in changes if not may_change(change, self._config.allow_changed, universal)]:
+            raise CheckpointError(explain_refusal(refused))
+        self.changes = changes
+
+    def problem_of(self, saved: Mapping[str, Any], data: int) -> RankProblem | None:
+        """The changes that `check` refuses of a universal checkpoint; None: none."""
+        try:
+            self.check(saved, data, universal=True)
+        except CheckpointError as error:
+            return RankProblem(str(error), storage=False)
+        return None
+
+    def apply(self, run: Run) -> None:
+        """Apply the changes from the next step on, and report them; call when the checkpoint is loaded."""
+        paths = {change.path for change in self.changes}
+        optimizer = run.engine.optimizer
+        for name in (path.removeprefix(_PARAMS) for path in paths if path.startswith(_PARAMS)):
+            for group, fresh in zip(optimizer.param_groups, self._groups, strict=True):
+                if name in fresh and name != "lr":
+                    group[name] = fresh[name]
+        if f"{_PARAMS}fused" in paths:
+            place_steps(optimizer.optimizer)
+        if "gradient_clipping" in paths:
+            optimizer.clip_grad = self._clip
+        if any(path.startswith("fp16.") for path in paths):
+            rescale(optimizer, self._scaler)
+        if f"{_PARAMS}lr" in paths or any(path.startswith("scheduler.") for path in paths):
+            _set_rates(run.engine)
+        if run.dims.rank == 0:
+            self._tell(run)
+
+    def _tell(self, run: Run) -> None:
+        for change in self.changes:
+            flagged = change.at_resume == "flag"
+            say: Callable[..., None] = logger.warning if flagged else logger.info
+            say("%s, from step %d on", change, run.step + 1)
+            run.events.emit(
+                "resume", "changed", step=run.step, path=change.path, old=change.old, new=change.new, flag=flagged
+            )
+
+    def hook_states(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Hooks' states to load, by their names; DropCompute's threshold is chosen anew if settings for it changed."""
+        paths = {change.path for change in self.changes}
+        drops = {path for path in paths if path.startswith("megasdc.drop_compute.")}
+        told_only = {"megasdc.drop_compute.record_times", "megasdc.drop_compute.check_agreement"}
+        if "DropCompute" not in states or not (drops - told_only or paths & set(_BATCH)):
+            return states
+        return {**states, "DropCompute": {**states["DropCompute"], **_UNMEASURED}}
+
+
+def rescale(optimizer: Any, fresh: Any) -> None:
+    """Give the loss scaler that was loaded the settings of a fresh one; the scale is kept where both are dynamic."""
+    loaded = optimizer.loss_scaler
+    if not (loaded.dynamic and fresh.dynamic):
+        optimizer.loss_scaler, optimizer.dynamic_loss_scale = fresh, fresh.dynamic
+        return
+    for name in ("scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"):
+        setattr(loaded, name, getattr(fresh, name))
+    loaded.cur_hysteresis = min(loaded.cur_hysteresis, loaded.delayed_shift)
+    loaded.cur_scale = max(loaded.cur_scale, loaded.min_scale)
+
+
+def _set_rates(engine: TrainingEngine) -> None:
+    """Set the next step's learning rate from the new schedule; the saved one is of the saved schedule."""
+    scheduler = engine.lr_scheduler
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_lr(), strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

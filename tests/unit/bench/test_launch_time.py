@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from megasdc.common.host import started_at
-from megasdc.train.process import StartClock, StartReport
+from megasdc.train.process import StartClock
+from megasdc.train.report import StartReport
 from tools.bench.training.launch_time import slowest_start
 
 
