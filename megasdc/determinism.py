@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megasdc.common.errors import CheckpointError
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 
 
 def set_deterministic(section: DeterminismSection) -> Callable[[], None]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megasdc.common.errors import StorageError
-from megasdc.config.sections.model import ffn_width
-from megasdc.config.sections.study import StudySection
+from megasdc.config.model import ffn_width
+from megasdc.config.sections import StudySection
 from megasdc.engine.hooks import Hook, Slot
 from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.names import peak_tflops

@@ -8,7 +8,7 @@ from typing import Any
 
 from megasdc.attached import attach as attached
 from megasdc.attached.attach import Guard, TrainerGuard
-from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.guard import GuardSettings
 from megasdc.ops.health.attached import build_phases, build_stragglers
 
 

@@ -43,8 +43,8 @@ from megasdc.common.errors import ConfigError, CorruptionError, StorageError
 from megasdc.common.host import deepspeed_buffer, remove_buffers
 from megasdc.common.origin import Origin, count_start
 from megasdc.common.versions import GUARD, check_private_names
-from megasdc.config.problems.without_effect import idle_warnings
-from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.guard import GuardSettings
+from megasdc.config.schema import idle_warnings
 from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megasdc.attached.attributes import NotKept, attributes_kept, equal_bits
 from megasdc.attached.record import ResultRecorder
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 from megasdc.determinism import capture_rng, restore_rng, seed_generators, set_deterministic
 from megasdc.parallel.collectives import broadcast_object
 from megasdc.sdc.trace import Trace

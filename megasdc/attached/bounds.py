@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megasdc.attached.training import Protection, Training
 from megasdc.common.errors import ConfigError, NonFiniteError
-from megasdc.config.problems.optimizer_hooks import bound_problems, gradient_hook_problems
-from megasdc.config.sections.optimizer_hooks import BEFORE_NORM, BOUNDS, HookSpec
+from megasdc.config.hooks import BEFORE_NORM, BOUNDS, HookSpec, bound_problems, gradient_hook_problems
 from megasdc.optim.bounds import ShardBounds, bound_rows, clip_factor, gather_totals, warnings_of
 from megasdc.optim.zero1 import StepControl
 from megasdc.parallel.collectives import gather_objects

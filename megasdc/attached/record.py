@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
-from megasdc.config.problems.optimizer_hooks import covered_problems
-from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.guard import GuardSettings
+from megasdc.config.hooks import covered_problems
 from megasdc.model.submodules import tap_gradient
 from megasdc.sdc.trace import Trace
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.problems.problem import secret_problems
-from megasdc.config.problems.without_effect import reset_warnings, sort_out
+from megasdc.config.fields import secret_problems
+from megasdc.config.guard import GuardSettings
 from megasdc.config.read import apply_overrides, read_json
-from megasdc.config.schema import home_problems, remove_key, type_problems, unusable_problems
-from megasdc.config.sections.guard import GuardSettings
-from megasdc.config.sections.supervise import SuperviseSection
+from megasdc.config.schema import home_problems, remove_key, reset_warnings, sort_out, type_problems, unusable_problems
+from megasdc.config.sections import SuperviseSection
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megasdc.attached.record import Watched
 from megasdc.common.origin import Origin
-from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.guard import GuardSettings
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finding import Finding, Suspects
 from megasdc.tensors.checksum import ChecksumAlgorithm, default_algorithm

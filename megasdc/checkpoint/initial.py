@@ -19,7 +19,7 @@ from megasdc.checkpoint.records import Record
 from megasdc.checkpoint.tensor_files import open_tensors
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer
 

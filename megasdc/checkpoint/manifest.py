@@ -57,7 +57,7 @@ from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_r
 from megasdc.checkpoint.tensor_files import DTYPES, place_in_file, read_header
 from megasdc.common.durable import parse_json, write_durably
 from megasdc.common.errors import CheckpointError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.data.position import num_passed
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bits import dtype_name

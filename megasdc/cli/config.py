@@ -103,7 +103,7 @@ def check_config(
 def _check_guard(file: Path, overrides: Sequence[str], show: bool, as_json: bool) -> None:
     """`check-config --guard`."""
     from megasdc.attached.settings import golden_problems, load_settings
-    from megasdc.config.problems.without_effect import idle_warnings
+    from megasdc.config.schema import idle_warnings
 
     with _problems_as_json(file, as_json):
         settings = load_settings(file, overrides)

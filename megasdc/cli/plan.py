@@ -72,7 +72,7 @@ def plan_audit(options: PlanOptions, out: Out = None, as_json: Json = False) -> 
     interval = _interval(options)
 
     from megasdc.common.program import progress_bars
-    from megasdc.config.sections.detection import SdcSection
+    from megasdc.config.detection import SdcSection
     from megasdc.lab.planning.audits import plan_audits
     from megasdc.lab.report.plan_page import plan_page
     from megasdc.output.page import printer
@@ -157,7 +157,7 @@ def _interval(options: PlanOptions) -> int:
 
 def _plan(options: PlanOptions, interval: int) -> tuple[AuditPlan, CheckShares]:
     """The plan before its cadence is chosen; shares that are not given are predicted."""
-    from megasdc.config.sections.detection import AlwaysOnSection, AuditSection
+    from megasdc.config.detection import AlwaysOnSection, AuditSection
     from megasdc.lab.planning.audits import AuditPlan, check_shares
     from megasdc.sdc.cost import Accelerator
 

@@ -15,7 +15,7 @@ from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, cho
 from megasdc.common.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megasdc.config.sections.megasdc import MegasdcSection
+    from megasdc.config.sections import MegasdcSection
     from megasdc.lab.planning.checkpoints.job import Costs
     from megasdc.lab.planning.checkpoints.rates import FailureShares, Preset
     from megasdc.lab.report.run_costs import RunCosts

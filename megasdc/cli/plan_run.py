@@ -17,7 +17,7 @@ from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, cho
 from megasdc.common.errors import DataError
 
 if TYPE_CHECKING:
-    from megasdc.config.sections.detection import AuditSection
+    from megasdc.config.detection import AuditSection
     from megasdc.lab.planning.checkpoints.formulas import Intervals
     from megasdc.lab.planning.checkpoints.job import Costs
     from megasdc.lab.planning.runs.fleet import Audits, FailureCause, Fleet

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megasdc.cli.options import name_of, option
 
 if TYPE_CHECKING:
-    from megasdc.config.sections.megasdc import MegasdcSection
+    from megasdc.config.sections import MegasdcSection
     from megasdc.lab.report.run_costs import RunCosts
 
 

@@ -17,11 +17,10 @@ from pydantic.fields import FieldInfo
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.checks import batch_sizes
-from megasdc.config.fields import AtResume, at_resume_of
+from megasdc.config.fields import AtResume, at_resume_of, element_in, model_in
 from megasdc.config.load import RunConfig, WholeFile
+from megasdc.config.model import ModelSection, ffn_width, head_width, query_groups
 from megasdc.config.read import dotted, shown
-from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups
-from megasdc.config.table import element_in, model_in
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _WIDTHS = {"kv_channels": head_width, "ffn_hidden_size": ffn_width, "num_query_groups": query_groups}

@@ -1,25 +1,33 @@
-"""Checks of a configuration against the number of ranks, and warnings of settings that are probably unintended.
+"""A configuration on a number of ranks: checks of its layout, warnings, and configurations of single or fewer replicas.
+
+Warnings are of settings that are probably unintended. A replica of a study has the configuration of an ordinary run,
+which could be started alone; a run that goes on with fewer replicas takes the same samples each step.
 
 No torch here: the checks run in the launcher, and on machines where torch is not installed.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.fields import LARGEST_INTEGER
-from megasdc.config.problems.detection import (
+from megasdc.config.contradictions import (
     MOST_SAMPLES_LOST,
+    fault_place_problems,
     isolation_layout_problems,
     samples_lost,
 )
-from megasdc.config.problems.drop_compute import drop_layout_problems, drop_warnings
-from megasdc.config.problems.faults import fault_place_problems
-from megasdc.config.problems.health import health_warnings
-from megasdc.config.problems.without_effect import idle_warnings
+from megasdc.config.drop_compute import drop_layout_problems, drop_warnings
+from megasdc.config.faults import FaultPlace, FaultSpec
+from megasdc.config.fields import LARGEST_INTEGER
+from megasdc.config.load import RunConfig, parse_config
+from megasdc.config.schema import idle_warnings
+from megasdc.config.sections import MegasdcSection, StudySection
 
 if TYPE_CHECKING:
     from megasdc.config.load import RunConfig
@@ -190,7 +198,120 @@ def find_warnings(config: RunConfig) -> list[str]:
             f"samples, with M = {accumulation} micro-batches a step; from {enough} on it is at most "
             f"{MOST_SAMPLES_LOST:.1%}."
         )
-    warnings += [*drop_warnings(file), *health_warnings(file), *config.reset, *idle_warnings(file, "megasdc.")]
+    warnings += [
+        *drop_warnings(file.drop_compute, steps),
+        *health_warnings(file),
+        *config.reset,
+        *idle_warnings(file, "megasdc."),
+    ]
     if file.model.vocab_multiple % 8:
         warnings.append(f"megasdc.model.vocab_multiple: {file.model.vocab_multiple} is no multiple of 8: slow on GPUs.")
     return warnings
+
+
+_SLOW = "starts, first steps, evaluations, saves, what comes between steps, and phases that were seldom timed yet"
+
+
+def health_warnings(file: MegasdcSection) -> Iterator[str]:
+    """Yield which hangs end by the timeout of collectives before health can name their cause."""
+    health, timeout_s = file.health, file.parallel.timeout_s
+    if not health.is_on(launched=True, studied=file.study.replicas is not None):
+        return
+    late = [name for name in ("hang_floor_s", "slow_floor_s") if getattr(health, name) >= timeout_s]
+    if not late:
+        return
+    hangs = {"hang_floor_s": f"hangs outside of {_SLOW} end", "slow_floor_s": f"hangs in {_SLOW} end"}
+    which = hangs[late[0]] if len(late) == 1 else "every hang ends"
+    values = ", and slow_floor_s ".join(f"{getattr(health, name):g}" for name in late)
+    yield (
+        f"megasdc.health.{late[0]}: {values}, but megasdc.parallel.timeout_s is {timeout_s:g}: {which} by the timeout, "
+        f"without a named cause; set a lower {' and '.join(late)}, or a higher timeout_s."
+    )
+
+
+def settings_for(config: RunConfig, whole: BatchLayout, replicas: int) -> list[str]:
+    """What must be set for a number of replicas, texts ``a.b.c=value``.
+
+    Where too few would be left without one more, the run is halted where that one would have been isolated.
+
+    Args:
+        whole: layout of all replicas.
+        replicas: that go on.
+    """
+    settings = []
+    if replicas < whole.data and "gradient_accumulation_steps" in config.deepspeed:
+        size, micro = whole.train_batch_size, whole.micro_batch_size
+        settings += [
+            f"train_batch_size={size}",
+            f"train_micro_batch_size_per_gpu={micro}",
+            f"gradient_accumulation_steps={math.ceil(size / (micro * replicas))}",
+        ]
+    sdc = config.megasdc.sdc
+    if replicas <= sdc.isolation.min_replicas:
+        settings += [f"megasdc.sdc.policy.{name}=halt" for name in sdc.policy.isolating]
+    return settings
+
+
+def with_replicas(config: RunConfig, whole: BatchLayout, replicas: int) -> RunConfig:
+    """The configuration of a run that goes on with fewer replicas.
+
+    Raises:
+        ConfigError: something in it contradicts that.
+    """
+    fewer = parse_config(config.resolved(), settings_for(config, whole, replicas), config.source, stored=True)
+    return replace(fewer, allow_changed=config.allow_changed)
+
+
+T = TypeVar("T", bound=FaultPlace)
+_SEEDS_APART = 1 << 32
+"""Difference between the seeds of a fault in consecutive replicas, so that their draws are independent."""
+
+
+def replica_folder(folder: Path | str, replica: int) -> Path:
+    """Folder of a replica, in place of ``folder`` of an ordinary run."""
+    return Path(folder) / f"replica_{replica}"
+
+
+def harmed_replica(study: StudySection) -> int:
+    """The replica that is not trusted, in a study of two."""
+    return 0 if study.trusted else 1
+
+
+def replica_config(config: RunConfig, replica: int) -> RunConfig:
+    """The configuration of one replica, counted from 0, of a study: own folders, only its faults, no study."""
+    sections = config.megasdc
+    logging = sections.logging.model_copy(
+        update={
+            "run_dir": str(replica_folder(sections.logging.run_dir, replica)),
+            "progress_bar": sections.logging.progress_bar and replica == sections.study.trusted,
+            "prometheus": sections.logging.prometheus if replica == sections.study.trusted else None,
+        }
+    )
+    checkpoint = sections.checkpoint
+    if checkpoint.folder is not None:
+        checkpoint = checkpoint.model_copy(update={"folder": str(replica_folder(checkpoint.folder, replica))})
+    own = {
+        "study": StudySection.model_validate({}),
+        "logging": logging,
+        "checkpoint": checkpoint,
+        "faults": [_reseeded(spec, replica) for spec in _of_replica(sections.faults, replica)],
+        "process_faults": _of_replica(sections.process_faults, replica),
+    }
+    return replace(config, deepspeed=_own_monitors(config.deepspeed, replica), megasdc=sections.model_copy(update=own))
+
+
+def _of_replica(faults: Iterable[T], replica: int) -> list[T]:
+    return [spec.model_copy(update={"replica": None}) for spec in faults if spec.replica in (None, replica)]
+
+
+def _reseeded(spec: FaultSpec, replica: int) -> FaultSpec:
+    return spec.model_copy(update={"seed": spec.seed + replica * _SEEDS_APART})
+
+
+def _own_monitors(deepspeed: dict[str, Any], replica: int) -> dict[str, Any]:
+    """Give each replica its own names of TensorBoard and CSV files."""
+    own = copy.deepcopy(deepspeed)
+    for name in ("tensorboard", "csv_monitor"):
+        if own.get(name, {}).get("enabled"):
+            own[name]["job_name"] = f"{own[name]['job_name']}_replica_{replica}"
+    return own

@@ -15,7 +15,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.deepspeed_part import fill_defaults, precision_of
-from megasdc.config.fields import at_resume_of
-from megasdc.config.presets import PRESETS
-from megasdc.config.problems.contradictions import find_problems
-from megasdc.config.problems.problem import Problem, secret_problems
-from megasdc.config.problems.without_effect import reset_warnings, sort_out
+from megasdc.config.contradictions import find_problems
+from megasdc.config.deepspeed import DeepSpeedPart, fill_defaults, precision_of
+from megasdc.config.fields import Problem, at_resume_of, element_in, model_in, secret_problems
+from megasdc.config.guard import GuardSettings
+from megasdc.config.model import PRESETS
 from megasdc.config.read import apply_overrides, read_json, shown
 from megasdc.config.schema import (
     Path_,
@@ -31,13 +30,12 @@ from megasdc.config.schema import (
     nearest,
     remove_key,
     remove_removed,
+    reset_warnings,
+    sort_out,
     type_problems,
     unusable_problems,
 )
-from megasdc.config.sections.deepspeed import DeepSpeedPart
-from megasdc.config.sections.guard import GuardSettings
-from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.table import element_in, model_in
+from megasdc.config.sections import MegasdcSection
 
 _PREFIX = "megasdc."
 SCHEMA_KEY = "$schema"

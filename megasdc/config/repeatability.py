@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megasdc.config.drop_compute import INFINITE
 from megasdc.config.environment import VARIABLES
 from megasdc.config.load import RunConfig
 from megasdc.config.read import shown
-from megasdc.config.sections.drop_compute import INFINITE
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CPU_KERNEL_VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")

@@ -1,124 +1,26 @@
-"""Documentation of the configuration's fields: types in words, and tables in markdown files."""
+"""The documentation's table of a configuration's fields, written into a markdown file."""
 
 from __future__ import annotations
 
 import json
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import get_args
 
-import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megasdc.config.fields import LARGEST_INTEGER, AtResume, Needs, alternatives, at_resume_of, needs_of
-from megasdc.config.sections.deepspeed import DeepSpeedPart
-from megasdc.config.sections.megasdc import MegasdcSection
-
-_WORDS: dict[Any, str] = {
-    int: "integer",
-    float: "number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    dict: "object",
-    Any: "any value",
-}
-_BOUNDS = ((annotated_types.Gt, "gt", ">"), (annotated_types.Ge, "ge", ">="), (annotated_types.Lt, "lt", "<"))
-_ALL_BOUNDS = (*_BOUNDS, (annotated_types.Le, "le", "<="))
-
-
-def json_type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """The JSON values that an annotation allows, in words, such as ``integer > 0 or null``.
-
-    Args:
-        metadata: bounds that pydantic has separated from the annotation.
-    """
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return json_type_text(arguments[0], [*arguments[1:], *metadata])
-    if origin is Literal:
-        return " or ".join(json.dumps(argument) for argument in arguments)
-    if origin in (Union, types.UnionType):
-        return " or ".join(json_type_text(argument) for argument in arguments)
-    if origin is list:
-        return _list_text(arguments[0], _flat(metadata))
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "object"
-    words = _WORDS.get(origin or annotation, str(annotation))
-    bounds = [
-        f"{sign} {getattr(item, name)}"
-        for item in _flat(metadata)
-        for kind, name, sign in _ALL_BOUNDS
-        if isinstance(item, kind) and getattr(item, name) != LARGEST_INTEGER
-    ]
-    return f"{words} {' and '.join(bounds)}" if bounds else words
-
-
-def field_text(field: FieldInfo) -> str:
-    """The JSON values that a field allows, in words."""
-    return json_type_text(field.annotation, field.metadata)
-
-
-def _flat(metadata: Sequence[Any]) -> Iterator[Any]:
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            yield from _flat(item.metadata)
-        else:
-            yield item
-
-
-def _list_text(element: Any, metadata: Iterator[Any]) -> str:
-    low, high = 0, None
-    for item in metadata:
-        if isinstance(item, annotated_types.MinLen):
-            low = item.min_length
-        if isinstance(item, annotated_types.MaxLen):
-            high = item.max_length
-    count = f"{low} " if low == high else f"at least {low} " if low and high is None else ""
-    return f"list of {count}({json_type_text(element)})"
-
-
-def model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class that an annotation holds, also in a union, else None."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Annotated, Union, types.UnionType):
-        return next((found for part in get_args(annotation) if (found := model_in(part))), None)
-    return None
-
-
-def element_in(annotation: Any) -> Any:
-    """Return the element type of a list annotation, else None."""
-    return get_args(annotation)[0] if get_origin(annotation) is list else None
-
-
-def field_rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, AtResume]]:
-    """Yield path, field and effect of a change at a resume, for every field that is not a section."""
-    for name, field in model.model_fields.items():
-        path = f"{prefix}{name}"
-        inner = model_in(field.annotation)
-        element = element_in(field.annotation)
-        if inner is not None:
-            yield from field_rows(inner, f"{path}.")
-            continue
-        yield path, field, at_resume_of(model, field)
-        if element is not None and (inner := model_in(element)) is not None:
-            yield from field_rows(inner, f"{path}[].")
-
-
-def relations(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Needs]]:
-    """Yield path, field and relation of every field that needs others to have an effect; entries of lists have none."""
-    for name, field in section.model_fields.items():
-        path = f"{prefix}{name}"
-        if (inner := model_in(field.annotation)) is not None:
-            yield from relations(inner, f"{path}.")
-            continue
-        needs = needs_of(section, field)
-        if needs.settings and all(path != other for one in needs.settings for other, _ in alternatives(one)):
-            yield path, field, needs
+from megasdc.config.deepspeed import DeepSpeedPart
+from megasdc.config.fields import (
+    AtResume,
+    Needs,
+    alternatives,
+    field_rows,
+    field_text,
+    relations,
+)
+from megasdc.config.sections import MegasdcSection
 
 
 def _needs_text(needs: Needs) -> str:

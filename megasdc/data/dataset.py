@@ -57,7 +57,7 @@ from megasdc.common.durable import parse_json, rename_durably, replacing, write_
 from megasdc.common.errors import DataError
 from megasdc.common.program import write_atomically
 from megasdc.common.run_lock import open_lock_file
-from megasdc.config.sections.data import DataSection, TokenizerSection
+from megasdc.config.data import DataSection, TokenizerSection
 from megasdc.data.manifest import BlockChecksums, CheckedReader, DirectReader, Manifest, checksum_file, verify_prepared
 
 _INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")

@@ -13,7 +13,7 @@ from typing import Any
 from megasdc.common.durable import commit_folder
 from megasdc.common.errors import DataError
 from megasdc.common.run_lock import open_lock_file
-from megasdc.config.sections.data import DataSection, SourceSection
+from megasdc.config.data import DataSection, SourceSection
 from megasdc.data.formats import NUM_PLACES
 from megasdc.data.manifest import MANIFEST_FILE, Manifest, verify_prepared
 from megasdc.data.sources import fingerprint_source, newly_read

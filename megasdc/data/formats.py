@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megasdc.common.errors import DataError
-from megasdc.config.sections.data import SourceSection
+from megasdc.config.data import SourceSection
 
 KINDS = {".txt": "text", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 """Format of each file ending; a .json file only if it holds JSON lines, see `json_problem`."""

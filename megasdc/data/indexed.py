@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megasdc.common.errors import DataError
-from megasdc.config.sections.data import SourceSection
+from megasdc.config.data import SourceSection
 from megasdc.data.formats import LeftOut
 from megasdc.data.manifest import IdsRecord, SourceRecord, TokenizerRecord
 from megasdc.data.shards import Shard

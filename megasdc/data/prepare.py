@@ -23,7 +23,7 @@ from rich.console import Console
 
 from megasdc.common.durable import TEMPORARY_PREFIX, sync_path
 from megasdc.common.errors import DataError, StorageError
-from megasdc.config.sections.data import DataSection, SourceSection
+from megasdc.config.data import DataSection, SourceSection
 from megasdc.data.destination import check_destination, describe_settings, lock_folder, publish
 from megasdc.data.formats import UNREADABLE, LeftOut
 from megasdc.data.indexed import IdSource

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from megasdc.common.errors import DataError
-from megasdc.config.sections.data import SourceSection
+from megasdc.config.data import SourceSection
 from megasdc.data.formats import (
     COMPRESSIONS,
     KINDS,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megasdc.config.sections.drop_compute import largest_batch
+from megasdc.config.drop_compute import largest_batch
 from megasdc.dropcompute.gate import expected_time_s
 from megasdc.dropcompute.threshold import Curve, extra_steps_share, search_recorded
 from megasdc.engine.step_times import StepRecord

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.config.sections.delay import DelaySpec
+from megasdc.config.faults import DelaySpec
 from megasdc.distributions import BLOCK_REPLICAS, KINDS, Delay, DelayPlace
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run

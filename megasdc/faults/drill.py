@@ -8,9 +8,8 @@ from typing import Any
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import read_manifest
-from megasdc.config.fault_profiles import expand_faults
-from megasdc.config.sections.faults import CHECKPOINT, TOKENS, ProcessFaultSpec
-from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.faults import CHECKPOINT, TOKENS, ProcessFaultSpec, expand_faults
+from megasdc.config.sections import MegasdcSection
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog, read_events

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import PHASES, Address
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.faults import (
+from megasdc.config.faults import (
     BIT_KINDS,
     FAULT_PHASES,
     TOKENS,
@@ -536,7 +536,7 @@ def check_specs(specs: Sequence[FaultSpec], dims: ParallelDims) -> None:
     for index, spec in enumerate(specs):
         found = [*fault_spec_problems(spec), *place_problems(spec, dims.tensor, dims.pipeline, dims.data)]
         if spec.profile is not None:
-            found.append(("profile", "expand profiles first, with megasdc.config.fault_profiles.expand_faults"))
+            found.append(("profile", "expand profiles first, with megasdc.config.faults.expand_faults"))
         problems += [f"faults.{index}.{name}: {text}." for name, text in found]
     if problems:
         raise ConfigError(problems)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from megasdc.config.sections.faults import ProcessFaultSpec
+from megasdc.config.faults import ProcessFaultSpec
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.faults.injector import in_steps, is_here

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megasdc.common.addresses import Address
-from megasdc.config.sections.faults import (
+from megasdc.config.faults import (
     CHECKPOINT,
     CLIPPED_GRAD,
     COLLECTIVE,

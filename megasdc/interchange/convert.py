@@ -51,7 +51,7 @@ from megasdc.checkpoint.manifest import (
 from megasdc.checkpoint.verify import ConvertibleCheckpoint, find_folders, read_source
 from megasdc.common.durable import commit_folder, remove_entry, sync_path
 from megasdc.common.errors import CheckpointError, StorageError
-from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.deepspeed import precision_of
 from megasdc.model.sharding import UNIVERSAL_INFO_KEY
 
 CONVERTING_PREFIX = ".converting_"

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.deepspeed_part import large_as_floats
-from megasdc.config.sections.megasdc import ParallelSection
-from megasdc.config.sections.model import ModelSection, ffn_width
+from megasdc.config.deepspeed import large_as_floats
+from megasdc.config.model import ModelSection, ffn_width
+from megasdc.config.sections import ParallelSection
 from megasdc.model import fused
 from megasdc.model.randomness import DropoutStreams, seeded_build
 from megasdc.parallel.dims import ParallelDims

@@ -11,8 +11,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megasdc.config.sections.megasdc import ParallelSection
-from megasdc.config.sections.model import ModelSection, ffn_width
+from megasdc.config.model import ModelSection, ffn_width
+from megasdc.config.sections import ParallelSection
 from megasdc.model.gpt import (
     FinalNorm,
     LayerContext,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 
 LEADING_LAYERS = 2
 """Pipeline layers before the first transformer layer: word embedding, positions."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.megasdc import ParallelSection
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
+from megasdc.config.sections import ParallelSection
 
 
 @dataclass(frozen=True)

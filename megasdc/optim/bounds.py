@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasdc.config.sections.optimizer_hooks import (
+from megasdc.config.hooks import (
     ABSOLUTE,
     AFTER_NORM,
     BEFORE_NORM,

@@ -21,7 +21,7 @@ from megasdc.common.addresses import (
     UPDATE,
     WEIGHT_GRAD,
 )
-from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups
+from megasdc.config.model import ModelSection, ffn_width, head_width, query_groups
 from megasdc.model.kinds import (
     ACTIVATION,
     BLOCK,

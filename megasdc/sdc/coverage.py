@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
-from megasdc.config.problems.detection import asks_golden
-from megasdc.config.sections.detection import EXTRA, AuditSection
-from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
+from megasdc.config.contradictions import asks_golden
+from megasdc.config.detection import EXTRA, AuditSection
+from megasdc.config.hooks import AFTER_NORM, LOCAL
+from megasdc.config.sections import MegasdcSection
 from megasdc.sdc.cost import MOST_EVERY, Cadence
 
 

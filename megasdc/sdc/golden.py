@@ -36,7 +36,7 @@ from megasdc.common.errors import StorageError, TraceError
 from megasdc.common.program import write_atomically
 from megasdc.config.environment import VARIABLES
 from megasdc.config.repeatability import CPU_KERNEL_VARIABLES
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Counts, Trace, TraceWriter, compare_rank, execution_key, read_trace
 from megasdc.sdc.verdict import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from megasdc.common.addresses import MICRO_BATCH_PHASES, Address
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.model.kinds import GRANULARITIES
 from megasdc.model.submodules import Submodule
 from megasdc.sdc.trace import Trace

@@ -36,12 +36,10 @@ from megasdc.common.run_lock import (
     take_lock,
 )
 from megasdc.common.versions import component_versions, untested_versions
-from megasdc.config.checks import BatchLayout, check_layout
+from megasdc.config.checks import BatchLayout, check_layout, replica_config
+from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig
-from megasdc.config.replica import replica_config
-from megasdc.config.sections.data import DataSection
-from megasdc.config.sections.megasdc import MegasdcSection, ParallelSection
-from megasdc.config.sections.study import StudySection
+from megasdc.config.sections import MegasdcSection, ParallelSection, StudySection
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_section_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader, StepBatches
 from megasdc.data.manifest import Manifest, unchecked

@@ -16,10 +16,10 @@ from megasdc.checkpoint.views.logical import load_weights
 from megasdc.checkpoint.views.start_weights import FIELD, check_fits, check_tokenizer, open_start
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config.checks import BatchLayout
+from megasdc.config.deepspeed import Bf16
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.deepspeed import Bf16
-from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
+from megasdc.config.sections import MegasdcSection
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import UnevenSplit
 from megasdc.engine.engine import TrainingEngine, build_engine

@@ -11,7 +11,7 @@ import socket
 from typing import Any
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.drop_compute import (
+from megasdc.config.drop_compute import (
     AUTO,
     COMPUTED,
     DISCARD,

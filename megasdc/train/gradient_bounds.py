@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.common.errors import ConfigError, NonFiniteError
-from megasdc.config.sections.optimizer_hooks import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET, HookSpec
+from megasdc.config.hooks import AFTER_NORM, FILE, LOCAL, MOMENTUM_RESET, HookSpec
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter

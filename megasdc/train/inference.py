@@ -15,8 +15,8 @@ from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
 from megasdc.checkpoint.views.logical import WeightSource, load_weights, open_weights
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.common.program import parts_bar, why_unreadable
+from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig, load_config, parse_config
-from megasdc.config.sections.data import DataSection
 from megasdc.data.dataset import BlendedTokens, TokenDataset, build_split
 from megasdc.data.loader import EvalLoader
 from megasdc.data.manifest import Manifest, unchecked

@@ -3,7 +3,7 @@
 A step and its checks know nothing of it. Where a finding names replicas and the policy is to isolate them, every rank
 raises the same ``IsolationError``; snapshots in memory are made whole, and all process groups end. The ranks of other
 replicas meet anew, as a smaller launch with groups of its own, so that nothing passes through those that are left out,
-and go on from memory with the same samples a step (``megasdc.config.fewer``). The ranks that are left out end.
+and go on from memory with the same samples a step (``megasdc.config.checks``). The ranks that are left out end.
 """
 
 from __future__ import annotations

@@ -21,12 +21,10 @@ from megasdc.common.errors import LaunchError, as_known_error
 from megasdc.common.imports import imports_kept
 from megasdc.common.run_lock import LockedFolders, others_kept_out
 from megasdc.common.versions import check_range, component_versions, names_checked
-from megasdc.config.checks import check_layout, find_warnings
+from megasdc.config.checks import check_layout, find_warnings, replica_config, with_replicas
 from megasdc.config.environment import record_collectives, set_deterministic_environment
-from megasdc.config.fewer import with_replicas
 from megasdc.config.load import RunConfig, load_config
-from megasdc.config.replica import replica_config
-from megasdc.config.sections.study import StudySection
+from megasdc.config.sections import StudySection
 from megasdc.events import EventLog
 from megasdc.parallel.dims import ReplicaWorld
 from megasdc.train.logs import LibraryLines, set_up_logging

@@ -24,7 +24,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.common.host import memory_limits
 from megasdc.config.checks import BatchLayout
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.model import ffn_width
+from megasdc.config.model import ffn_width
 from megasdc.model.sizes import ModelSizes, layers_per_stage, model_sizes
 
 GIB = 2**30

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import megasdc
+from megasdc.config.deepspeed import Wandb
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.deepspeed import Wandb
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run

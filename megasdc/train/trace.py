@@ -18,7 +18,7 @@ from torch import Tensor
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import DetailsWriter, ParameterDetails, SampleLosses, StepDetails

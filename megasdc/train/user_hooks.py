@@ -10,7 +10,7 @@ from typing import Any
 
 from megasdc.common.errors import ConfigError, as_known_error
 from megasdc.common.user_code import create, load_class
-from megasdc.config.sections.hooks import UserHookSpec
+from megasdc.config.hooks import UserHookSpec
 from megasdc.engine.hooks import PURPOSES, Hook, Run, Slot
 from megasdc.parallel.collectives import gather_objects
 

@@ -79,7 +79,7 @@ CHECKPOINTS = {
 
 def prepare(folder: Path) -> Path:
     """Prepared data: paragraphs of README and the smallest tokenizer."""
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare as prepare_data
 
     shutil.copy(REPOSITORY / "README.md", folder / "text.txt")

@@ -19,8 +19,8 @@ def apply_fused_switch() -> None:
     """Change the default of ``model.fuse`` in this process, where the variable asks for it."""
     if not fused():
         return
-    from megasdc.config.sections.megasdc import MegasdcSection
-    from megasdc.config.sections.model import ModelSection
+    from megasdc.config.model import ModelSection
+    from megasdc.config.sections import MegasdcSection
 
     ModelSection.model_fields["fuse"].default = True
     for section in (ModelSection, MegasdcSection):

@@ -11,7 +11,7 @@ import pytest
 from whole_runs import events_of, metrics_of, prepare_text, state_of, train_run, write_config
 
 from megasdc.common.errors import CheckpointError
-from megasdc.config.sections.data import DataSection
+from megasdc.config.data import DataSection
 from megasdc.data.dataset import build_split
 
 pytestmark = pytest.mark.distributed
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """A blend of two folders of different text and one tokenizer; the second is smaller than an evaluation."""
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("blend")

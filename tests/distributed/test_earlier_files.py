@@ -161,7 +161,7 @@ def test_an_export_is_the_imported_model(earlier: Path) -> None:
     """Transformers reads it, and has the loss that megasdc has with the weights imported from it."""
     import transformers
 
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.dataset import build_split
     from megasdc.data.loader import EvalLoader
 

@@ -17,10 +17,10 @@ from tiny import GPT, LLAMA, SEQUENCE, VOCAB, make_engine, micro_batches, train_
 
 from megasdc.common.addresses import PHASES as ADDRESSED
 from megasdc.common.addresses import Address
-from megasdc.config.sections.faults import FaultSpec
-from megasdc.config.sections.megasdc import ParallelSection
-from megasdc.config.sections.model import ModelSection
-from megasdc.config.submodule_names import submodule_slots
+from megasdc.config.contradictions import submodule_slots
+from megasdc.config.faults import FaultSpec
+from megasdc.config.model import ModelSection
+from megasdc.config.sections import ParallelSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.observer import Observer

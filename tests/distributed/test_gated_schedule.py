@@ -25,8 +25,8 @@ from deepspeed.accelerator import get_accelerator
 from harness import run_distributed
 from tiny import GPT, LLAMA, SEQUENCE, VOCAB, GradientTap, make_engine
 
-from megasdc.config.sections.megasdc import ParallelSection
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
+from megasdc.config.sections import ParallelSection
 from megasdc.dropcompute.gate import ClockDecisions, ReplicaGate, new_replica_group
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.step_times import StepRecord, StepTimes

@@ -104,7 +104,7 @@ def _hf_loss(model: Any, data: Path) -> float:
 
 
 def _section(data: Path) -> Any:
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
 
     return DataSection.model_validate({"path": str(data), "sequence_length": 32})
 
@@ -256,7 +256,7 @@ def test_training_starts_from_a_checkpoint_of_another_layout(tmp_path: Path, dat
 
 def prepare_other(folder: Path, **tokenizer: Any) -> Path:
     """Other text, with a given or a new tokenizer."""
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare
 
     raw = {

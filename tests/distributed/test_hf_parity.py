@@ -13,7 +13,7 @@ from harness import run_distributed
 from tiny import GPT, LLAMA, SEQUENCE, make_engine, tokens_of_step
 
 from megasdc.checkpoint.views.logical import load_weights
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.model.hf.classes import hf_class, hf_config
 from megasdc.model.hf.tensors import from_hf, num_pipeline_layers
 

@@ -31,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """Data of which a step uses more than a third."""
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("short")

@@ -225,7 +225,7 @@ def test_a_run_in_bf16_is_exported_and_evaluated(tmp_path: Path, run: Path, data
     import transformers
     from safetensors.torch import load_file
 
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.dataset import build_split
     from megasdc.data.loader import EvalLoader
     from megasdc.train.inference import evaluate_weights
@@ -273,7 +273,7 @@ def test_a_tokenizer_of_transformers_is_exported_as_it_is(tmp_path: Path, data: 
     """Prepared, trained and exported with one, AutoTokenizer of the export gives the ids of the original."""
     import transformers
 
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare
     from megasdc.train.inference import generate
 
@@ -331,7 +331,7 @@ print(peak(lambda: import_hf(model, weights)), peak(lambda: export_hf(weights, o
 def test_export_and_import_hold_a_layer_and_not_the_model(tmp_path: Path, data: Path) -> None:
     """Above what the interpreter needs, a model of 310 MB takes less than a quarter of that at its peak."""
     from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
-    from megasdc.config.sections.model import ModelSection
+    from megasdc.config.model import ModelSection
     from megasdc.model.hf.classes import hf_config
     from megasdc.model.hf.tensors import hf_shapes
 

@@ -17,7 +17,7 @@ from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, tr
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.views.logical import load_weights, open_weights
 from megasdc.common.origin import read_identity
-from megasdc.config.sections.megasdc import ParallelSection
+from megasdc.config.sections import ParallelSection
 from megasdc.metrics.writer import read_metrics
 from megasdc.model.pipeline import build_pipeline
 from megasdc.model.sharding import Split, parameter_splits, take_shard

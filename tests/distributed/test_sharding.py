@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness import run_distributed
 from tiny import GPT, LLAMA, full_tensors, make_engine
 
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.model.sharding import join_shards, parameter_splits, take_shard
 
 pytestmark = pytest.mark.distributed

@@ -9,7 +9,7 @@ import torch
 from harness import run_distributed
 
 from megasdc.config.checks import check_layout
-from megasdc.config.sections.model import ffn_width
+from megasdc.config.model import ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes
 from megasdc.train.memory import _Stage
 from tools.bench.training.memory import BAR, BF16, CASES, FOUR, FUSED, LLAMA, MemoryCase, compare_memory

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import run_distributed
 
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import Injector
 from megasdc.ops.stress.collectives import Group, check_group
 from megasdc.ops.stress.drill import ALONE, read_drill

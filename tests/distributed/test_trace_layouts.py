@@ -23,8 +23,8 @@ from megasdc.common.addresses import (
     Address,
 )
 from megasdc.common.errors import TraceError
-from megasdc.config.sections.megasdc import TraceSection
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
+from megasdc.config.sections import TraceSection
 from megasdc.engine.observer import Observer
 from megasdc.lab.traces.traces import RunTraces, compare_traces_of_runs, load_traces
 from megasdc.model.kinds import submodule_kind

@@ -11,8 +11,8 @@ from harness import run_distributed
 
 from megasdc.common.addresses import WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
+from megasdc.config.faults import OPTIMIZER_STATE
 from megasdc.config.load import parse_config
-from megasdc.config.sections.faults import OPTIMIZER_STATE
 from megasdc.engine.hooks import Hook
 from megasdc.parallel import groups
 from megasdc.sdc.golden import GoldenComparison, judge_cell

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.config.sections.megasdc import ParallelSection
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
+from megasdc.config.sections import ParallelSection
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.engine.hooks import Hook
 from megasdc.model.pipeline import build_pipeline

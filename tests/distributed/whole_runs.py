@@ -43,7 +43,7 @@ def _prepared_text() -> tempfile.TemporaryDirectory[str]:
 
 def tokenize_text(folder: Path) -> Path:
     """Make what ``prepare_text`` gives, by itself."""
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare
 
     texts = folder / "texts"

@@ -27,7 +27,7 @@ STRANGE = "".join(chr(0x4E00 + number * 37) for number in range(60))
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepared text of which one document is strange."""
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare
 
     folder = tmp_path_factory.mktemp("text")

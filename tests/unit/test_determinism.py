@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 from megasdc.determinism import seed_generators, set_deterministic
 
 

@@ -14,7 +14,7 @@ from megasdc.checkpoint.files import explain_folder
 from megasdc.checkpoint.tensor_files import DTYPES, Extent, locate_tensors, open_tensors, read_whole
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Tensors in older files that are not parameters."""

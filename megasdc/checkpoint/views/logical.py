@@ -21,7 +21,7 @@ from megasdc.checkpoint.initial import InitialWeights, pad_vocabulary
 from megasdc.checkpoint.manifest import SHARED_STATE_FILE, model_of, read_manifest, read_shared_state
 from megasdc.checkpoint.verify import find_folders, verify_checkpoint
 from megasdc.common.errors import CheckpointError, DataError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.data.manifest import Manifest as DataManifest
 from megasdc.model.sharding import Split, join_shards, parameter_splits, split_name, take_shard, torch_name
 from megasdc.model.sizes import padded_vocab_size

@@ -13,7 +13,7 @@ from megasdc.checkpoint.files import CHECKPOINT, CHECKPOINTS, kind_of
 from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
 from megasdc.checkpoint.views.logical import CheckpointWeights, open_weights
 from megasdc.common.errors import ConfigError, StorageError
-from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups
+from megasdc.config.model import ModelSection, ffn_width, head_width, query_groups
 from megasdc.data.manifest import Manifest as DataManifest
 
 FIELD = "megasdc.model.initial_weights"

@@ -10,7 +10,7 @@ import numpy as np
 
 from megasdc.common.errors import DataError
 from megasdc.config.load import parse_config
-from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.sections import MegasdcSection
 from megasdc.ops.run_folder.record import CONFIG_FILE, RunRecord, is_run, load_run
 
 

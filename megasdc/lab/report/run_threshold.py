@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.common.errors import DataError
-from megasdc.config.sections.drop_compute import ELAPSED, PREDICTIVE, DropComputeSection
+from megasdc.config.drop_compute import ELAPSED, PREDICTIVE, DropComputeSection
 from megasdc.dropcompute.threshold import Curve, Threshold, search_recorded
 from megasdc.dropcompute.tuning import expected_times_s, measured_communication_s
 from megasdc.lab.report.step_times import StepTimesOfRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasdc.config.sections.drop_compute import ELAPSED
+from megasdc.config.drop_compute import ELAPSED
 from megasdc.lab.report.run_pages.figures.drops import drop_rate_figure, histogram, threshold_figure
 from megasdc.lab.report.run_threshold import RunThreshold
 from megasdc.output.page import Cell, Page, PageSection, Table, number_cell

@@ -40,13 +40,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD, Address
-from megasdc.config.sections.megasdc import ParallelSection
-from megasdc.config.sections.study import (
+from megasdc.config.sections import (
     COMPUTATION_SYNC,
     FREE_RUN,
     PAPER_BACKWARD,
     PAPER_FORWARD,
     PARAMETER_SYNC,
+    ParallelSection,
     StudySection,
 )
 from megasdc.data.loader import EvalLoader

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
+from megasdc.config.sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.lab.studies.tables import MismatchRow, StudySummary, summarize_study
 from megasdc.lab.sweeps.results import SweepResults
 from megasdc.ops.run_folder.study_log import WHOLE

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.checks import check_layout
-from megasdc.config.fault_profiles import expand_faults
+from megasdc.config.checks import check_layout, harmed_replica, replica_folder
+from megasdc.config.faults import expand_faults
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.read import read_json
-from megasdc.config.replica import harmed_replica, replica_folder
-from megasdc.config.sections.study import StudySection
+from megasdc.config.sections import StudySection
 from megasdc.data.manifest import digest_settings
 from megasdc.lab.sweeps.papers.tables import PAPER_TABLES, missing_row
 from megasdc.lab.sweeps.sweep_file import HEALTHY, CellSpec, NodeSpec, Overrides, SweepFile

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from megasdc.common.durable import replacing, write_durably
 from megasdc.common.errors import StorageError
-from megasdc.config.fault_profiles import load_profile
+from megasdc.config.faults import load_profile
 from megasdc.lab.sweeps.outcome import FAILED, RESULT_FILE, RunOutcome, read_outcome
 from megasdc.lab.sweeps.plan import SweepPlan, measured_folder
 from megasdc.lab.sweeps.sweep_file import SweepFile

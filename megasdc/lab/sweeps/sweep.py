@@ -31,8 +31,8 @@ from megasdc.checkpoint.files import step_folder
 from megasdc.common.durable import rename_durably, write_durably
 from megasdc.common.errors import ConfigError, MegasdcError, PeerError, StorageError
 from megasdc.common.run_lock import open_lock_file
-from megasdc.config.sections.data import DataSection
-from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.data import DataSection
+from megasdc.config.sections import MegasdcSection
 from megasdc.data.destination import describe_settings
 from megasdc.data.manifest import MANIFEST_FILE, Manifest, digest_settings, verify_prepared
 from megasdc.data.prepare import prepare

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, Field, ValidationError
 
 from megasdc.common.errors import ConfigError
+from megasdc.config.faults import FaultSpec
 from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from megasdc.config.read import dotted, read_json, shown
 from megasdc.config.schema import nearest
-from megasdc.config.sections.faults import FaultSpec
 
 HEALTHY = "healthy"
 """Name of the node without faults, which every sweep has."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megasdc.config.sections.study import FREE_RUN
+from megasdc.config.sections import FREE_RUN
 from megasdc.lab.sweeps.ma_tables import NodeTable, StudiedNode, node_tables, studied_nodes
 from megasdc.lab.sweeps.papers.tables import PAPER_TABLES, PaperRow, find_row
 from megasdc.lab.sweeps.pei_metrics import EPSILON, CellScore, NodesScore, score_cells

@@ -13,8 +13,8 @@ import torch
 from megasdc.checkpoint.manifest import read_universal_manifest
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.config.checks import check_layout
+from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.config.sections.data import DataSection
 from megasdc.data.dataset import BlendedTokens, TokenDataset, build_split, verify_section_data
 from megasdc.data.manifest import TOKENIZER_FOLDER, Manifest
 from megasdc.data.origins import DocumentOrigins

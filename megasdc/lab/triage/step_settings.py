@@ -8,9 +8,9 @@ from typing import Any
 
 from megasdc.common.errors import DataError
 from megasdc.config.checks import check_layout
+from megasdc.config.detection import TRAINING, AuditSection
+from megasdc.config.drop_compute import DISCARD, RESAMPLE, DropComputeSection
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.config.sections.detection import TRAINING, AuditSection
-from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE, DropComputeSection
 from megasdc.data.position import StepWork
 from megasdc.dropcompute.gate import StepDecisions
 from megasdc.lab.triage.history import RunStart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups
+from megasdc.config.model import ModelSection, ffn_width, head_width, query_groups
 
 HfClass = Literal["GPT2LMHeadModel", "LlamaForCausalLM"]
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu"}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.model import ModelSection, ffn_width, head_width, query_groups
+from megasdc.config.model import ModelSection, ffn_width, head_width, query_groups
 from megasdc.model.hf.classes import hf_class
 from megasdc.model.sharding import LEADING_LAYERS
 

@@ -17,7 +17,7 @@ from megasdc.checkpoint.manifest import has_marker, read_manifest
 from megasdc.checkpoint.places import CheckpointGroup, find_place
 from megasdc.checkpoint.verification_marks import read_mark
 from megasdc.common.errors import CheckpointError, ConfigError, LaunchError, StorageError
-from megasdc.config.sections.megasdc import CheckpointSection
+from megasdc.config.sections import CheckpointSection
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter

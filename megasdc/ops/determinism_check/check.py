@@ -16,11 +16,10 @@ from typing import Any
 
 from megasdc.common.addresses import FORWARD
 from megasdc.common.errors import ConfigError
-from megasdc.config.checks import BatchLayout, check_layout
+from megasdc.config.checks import BatchLayout, check_layout, replica_config
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.load import RunConfig
 from megasdc.config.repeatability import DifferenceCause, find_causes, find_startup_modules
-from megasdc.config.replica import replica_config
 from megasdc.data.manifest import MANIFEST_FILE
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.run_ranks import run_ranks

@@ -13,7 +13,7 @@ from typing import Any
 from megasdc.attached.settings import FOLDER, TRIAL_VARIABLE
 from megasdc.common.errors import LaunchError, TraceError, error_of_rank
 from megasdc.config.environment import set_deterministic_environment
-from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.guard import GuardSettings
 from megasdc.ops.determinism_check.check import CAUSES_FOUND, RUNS_DIFFER, FirstDifference, Progress, compare_two_runs
 from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.front import launch_run

@@ -22,7 +22,7 @@ from megasdc.common.imports import imports_kept
 from megasdc.config.checks import check_layout
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.parallel.run_ranks import ReportChannel
 from megasdc.sdc.trace import Trace
 from megasdc.train.logs import set_up_logging

@@ -9,10 +9,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.fault_profiles import expand_faults
-from megasdc.config.problems.faults import fault_place_problems, fault_problems
-from megasdc.config.sections.faults import CHECKPOINT, TOKENS, FaultSpec, ProcessFaultSpec
-from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.contradictions import fault_place_problems, fault_problems
+from megasdc.config.faults import CHECKPOINT, TOKENS, FaultSpec, ProcessFaultSpec, expand_faults
+from megasdc.config.sections import MegasdcSection
 from megasdc.engine.hooks import Hook
 from megasdc.engine.observer import Listener
 from megasdc.faults.injector import Injector

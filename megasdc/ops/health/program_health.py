@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.host import NAME_VARIABLE, make_own_folder, started_at
-from megasdc.config.sections.health import HealthSection
+from megasdc.config.sections import HealthSection
 from megasdc.ops.health.agent import AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
 from megasdc.ops.health.front.address import claim_front

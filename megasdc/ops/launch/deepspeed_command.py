@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megasdc.common.errors import LaunchError
-from megasdc.config.sections.guard import GuardSettings
+from megasdc.config.guard import GuardSettings
 from megasdc.ops.launch.hosts import read_hostfile
 from megasdc.ops.launch.request import LaunchRequest, UserProgram
 

@@ -18,7 +18,7 @@ class UserProgram:
         is_module: whether it is the latter.
         arguments: of the program.
         run_dir: folder of records, health and events.
-        hang_after_s: see ``megasdc.config.sections.guard``, as the following.
+        hang_after_s: see ``megasdc.config.guard``, as the following.
     """
 
     name: str

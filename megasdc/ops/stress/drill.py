@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
-from megasdc.config.fault_profiles import expand_faults
-from megasdc.config.sections.faults import CHECKPOINT, TOKENS, FaultSpec, fault_spec_problems, place_problems
+from megasdc.config.faults import CHECKPOINT, TOKENS, FaultSpec, expand_faults, fault_spec_problems, place_problems
 from megasdc.faults.injector import Injector, Tally, in_steps, why_unfired
 from megasdc.parallel.dims import ParallelDims
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from megasdc.common.imports import imports_kept
 from megasdc.common.wire import own_address_towards
 from megasdc.config.environment import set_deterministic_environment
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 from megasdc.ops.stress.pair_links import LinkEnd
 
 

@@ -31,11 +31,10 @@ from typing import Any, TextIO
 from megasdc.common import durable as room
 from megasdc.common.durable import lacks_room
 from megasdc.common.errors import ConfigError, LaunchError
-from megasdc.config.checks import check_layout
-from megasdc.config.fewer import settings_for
+from megasdc.config.checks import check_layout, settings_for
+from megasdc.config.guard import GuardSettings
 from megasdc.config.load import load_config
-from megasdc.config.sections.guard import GuardSettings
-from megasdc.config.sections.supervise import SuperviseSection
+from megasdc.config.sections import SuperviseSection
 from megasdc.ops.launch.command import OF_PROGRAMS, parse_launcher_args
 from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.hosts import LOCAL_HOST, place_program_here, read_hostfile

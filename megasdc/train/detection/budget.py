@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.config.detection import EXTRA, AlwaysOnSection
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.detection import EXTRA, AlwaysOnSection
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.metrics.writer import MetricsWriter

@@ -22,8 +22,8 @@ from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_lin
 from megasdc.checkpoint.verification_marks import list_verified, mark_corruption, mark_verified
 from megasdc.common.errors import CorruptionError, DataError, StorageError
 from megasdc.common.user_code import alert
+from megasdc.config.detection import EXTRA, TRAINING, SdcSection
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.detection import EXTRA, TRAINING, SdcSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.engine.observer import Listener

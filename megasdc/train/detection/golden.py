@@ -25,7 +25,7 @@ from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.common.errors import ConfigError, TraceError
 from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.config.sections.megasdc import GoldenSection
+from megasdc.config.sections import GoldenSection
 from megasdc.data.loader import MicroBatch
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook

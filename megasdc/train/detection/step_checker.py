@@ -27,12 +27,12 @@ from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, OF_AUDIT, RECOMPUTE, Address
 from megasdc.common.errors import DataError
+from megasdc.config.contradictions import asks_golden
+from megasdc.config.detection import EXTRA, AlwaysOnSection, AuditSection, SdcSection
+from megasdc.config.drop_compute import DISCARD, RESAMPLE, DropComputeSection
+from megasdc.config.hooks import AFTER_NORM, LOCAL
 from megasdc.config.load import RunConfig
-from megasdc.config.problems.detection import asks_golden
-from megasdc.config.sections.detection import EXTRA, AlwaysOnSection, AuditSection, SdcSection
-from megasdc.config.sections.drop_compute import DISCARD, RESAMPLE, DropComputeSection
-from megasdc.config.sections.megasdc import MegasdcSection, TraceSection
-from megasdc.config.sections.optimizer_hooks import AFTER_NORM, LOCAL
+from megasdc.config.sections import MegasdcSection, TraceSection
 from megasdc.data.loader import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run

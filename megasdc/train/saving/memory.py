@@ -24,7 +24,7 @@ from megasdc.checkpoint.verification_marks import find_corruption
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.host import is_own_folder
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.megasdc import MemorySection
+from megasdc.config.sections import MemorySection
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter

@@ -39,9 +39,9 @@ from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, restore
 from megasdc.checkpoint.views.load_states import load_states
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
-from megasdc.config.deepspeed_part import precision_of
+from megasdc.config.deepspeed import precision_of
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.study import StudySection
+from megasdc.config.sections import StudySection
 from megasdc.data.manifest import Manifest
 from megasdc.data.position import stream_end
 from megasdc.determinism import restore_rng, seed_generators

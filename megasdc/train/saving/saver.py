@@ -18,7 +18,7 @@ from megasdc.checkpoint.snapshots.memory_budget import GIB, why_not
 from megasdc.common import durable as room
 from megasdc.common.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.study import StudySection
+from megasdc.config.sections import StudySection
 from megasdc.data.position import merge_positions
 from megasdc.determinism import capture_rng
 from megasdc.engine.engine import StepResult, TrainingEngine

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from megasdc.config.detection import AlwaysOnSection
+from megasdc.config.faults import FaultSpec, fault_spec_problems
 from megasdc.config.load import parse_config
-from megasdc.config.sections.detection import AlwaysOnSection
-from megasdc.config.sections.faults import FaultSpec, fault_spec_problems
 from megasdc.events import EventLog
 from megasdc.sdc.coverage import Shape, coverage_rows, render_coverage
 from tools.bench.detection.live_chain import (

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
+from megasdc.config.faults import TOKENS
 from megasdc.config.load import parse_config
-from megasdc.config.sections.faults import TOKENS
 from megasdc.faults.injector import Firing
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 from tools.bench.training.loops import DeterministicLoop, MegasdcLoop
 
 

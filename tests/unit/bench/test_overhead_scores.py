@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.config.sections.model import ffn_width
+from megasdc.config.model import ffn_width
 from megasdc.sdc.cost import Cadence, Rates, median_rates
 from tools.bench.detection.options import OverheadOptions
 from tools.bench.detection.overhead import Kept, ModelCost, OverheadResult, extrapolate, judge, work_of

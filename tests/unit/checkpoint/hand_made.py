@@ -25,7 +25,7 @@ from megasdc.checkpoint.manifest import (
 )
 from megasdc.checkpoint.views.zero_shards import shard_fragments
 from megasdc.checkpoint.writer import describe_tensors
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.model.sharding import Split, parameter_splits, split_name, take_shard
 from megasdc.parallel.dims import ParallelDims
 

@@ -19,7 +19,7 @@ from megasdc.checkpoint.initial import (
     weights_file,
 )
 from megasdc.common.errors import CheckpointError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 
 
 def test_a_layer_is_read_as_it_was_written(tmp_path: Path) -> None:

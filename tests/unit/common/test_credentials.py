@@ -10,8 +10,8 @@ import pytest
 from megasdc.attached.settings import load_settings
 from megasdc.common.credentials import find_secrets, is_secret_name, without_credentials, words_without_credentials
 from megasdc.common.errors import ConfigError
+from megasdc.config.fields import field_rows
 from megasdc.config.load import WholeFile, load_config, parse_config
-from megasdc.config.table import field_rows
 
 FILE: dict[str, Any] = {"megasdc": {"data": {"path": "d"}, "training": {"steps": 1}, "logging": {"run_dir": "r"}}}
 PLAIN = (

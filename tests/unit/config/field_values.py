@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from megasdc.config.fields import element_in, model_in
 from megasdc.config.load import WholeFile
-from megasdc.config.table import element_in, model_in
 
 Path_ = tuple[str | int, ...]
 

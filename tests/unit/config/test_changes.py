@@ -8,9 +8,8 @@ import pytest
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
-from megasdc.config.fields import AtResume, Section, at_resume_of
+from megasdc.config.fields import AtResume, Section, at_resume_of, field_rows
 from megasdc.config.load import RunConfig, WholeFile, load_config, parse_config
-from megasdc.config.table import field_rows
 
 FILE: dict[str, Any] = {
     "train_batch_size": 8,

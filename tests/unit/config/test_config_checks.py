@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from megasdc.common.errors import ConfigError
 from megasdc.config.checks import check_layout, find_warnings, resolve_batch
 from megasdc.config.load import parse_config
-from megasdc.config.presets import PRESETS
-from megasdc.config.sections.model import ModelSection, ffn_width, head_width
+from megasdc.config.model import PRESETS, ModelSection, ffn_width, head_width
 
 BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 IDS = {"kind": "megatron", "path": "a"}
@@ -419,7 +418,7 @@ def test_every_field_that_the_model_builder_sets_is_refused():
     import ast
     import inspect
 
-    from megasdc.config.megatron_fields import REFUSED_FIELDS
+    from megasdc.config.model import REFUSED_MEGATRON_FIELDS
     from megasdc.model.gpt import build_transformer_config
 
     (literal,) = [
@@ -435,7 +434,7 @@ def test_every_field_that_the_model_builder_sets_is_refused():
         "persist_layer_norm",
         "attention_softmax_in_fp32",
     }
-    assert {key.value for key in literal.value.keys} - fixed <= set(REFUSED_FIELDS)
+    assert {key.value for key in literal.value.keys} - fixed <= set(REFUSED_MEGATRON_FIELDS)
 
 
 def test_megatron_field_names_are_those_of_the_class():
@@ -444,8 +443,8 @@ def test_megatron_field_names_are_those_of_the_class():
 
     from megatron.core.transformer import TransformerConfig
 
-    from megasdc.config.megatron_fields import NEEDS, REFUSED_FIELDS, TORCH_FIELDS, megatron_fields
+    from megasdc.config.model import MEGATRON_NEEDS, REFUSED_MEGATRON_FIELDS, TORCH_FIELDS, megatron_fields
 
     assert {field.name for field in dataclasses.fields(TransformerConfig)} <= megatron_fields()
-    assert set(REFUSED_FIELDS) | TORCH_FIELDS <= megatron_fields()
-    assert set(NEEDS) <= TORCH_FIELDS and not TORCH_FIELDS & set(REFUSED_FIELDS)
+    assert set(REFUSED_MEGATRON_FIELDS) | TORCH_FIELDS <= megatron_fields()
+    assert set(MEGATRON_NEEDS) <= TORCH_FIELDS and not TORCH_FIELDS & set(REFUSED_MEGATRON_FIELDS)

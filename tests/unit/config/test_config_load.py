@@ -9,11 +9,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megasdc.common.errors import ConfigError
+from megasdc.config.deepspeed import DeepSpeedPart
+from megasdc.config.fields import element_in, model_in
 from megasdc.config.load import json_schema, load_config, nearest, parse_config
-from megasdc.config.presets import PRESETS
-from megasdc.config.sections.deepspeed import DeepSpeedPart
-from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.table import element_in, model_in
+from megasdc.config.model import PRESETS
+from megasdc.config.sections import MegasdcSection
 
 MINIMAL = {
     "megasdc": {"data": {"path": "prepared/x"}, "training": {"steps": 100}, "logging": {"run_dir": "runs/x"}},

@@ -6,9 +6,9 @@ from typing import get_args
 import pytest
 
 from megasdc.common.versions import render_tables
-from megasdc.config.fields import AtResume
-from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.table import json_type_text, render_table, with_tables
+from megasdc.config.fields import AtResume, json_type_text
+from megasdc.config.sections import MegasdcSection
+from megasdc.config.table import render_table, with_tables
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 TABLES = {"config-table": render_table, "other": lambda: "table\n"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.config.deepspeed_keys import REFUSED, SCHEDULER_PARAMS, UNSUPPORTED_KEYS
+from megasdc.config import deepspeed as ours
+from megasdc.config.deepspeed import REFUSED_KEYS, SCHEDULER_PARAMS, UNSUPPORTED_KEYS
 from megasdc.config.load import parse_config
-from megasdc.config.sections import deepspeed as ours
 
 ds_config = pytest.importorskip("deepspeed.runtime.config")
 
@@ -103,7 +103,7 @@ def _section_pairs():
 def test_sections_have_deepspeeds_fields(section):
     """A section's keys, taken with those refused by name, are the fields of DeepSpeed's class."""
     mine, theirs = _section_pairs()[section]
-    refused = {path.removeprefix(f"{section}.") for path in REFUSED if path.startswith(f"{section}.")}
+    refused = {path.removeprefix(f"{section}.") for path in REFUSED_KEYS if path.startswith(f"{section}.")}
     assert set(mine.model_fields) <= _names(theirs)
     assert _names(theirs) - set(mine.model_fields) - refused == set()
 
@@ -137,7 +137,7 @@ def test_activation_checkpointing_has_deepspeeds_fields():
 
 def test_pipeline_keys_are_those_with_defaults_in_deepspeed():
     """The pipeline section, with the keys that have a name of their own here, is DeepSpeed's plus use_reentrant."""
-    refused = {path.removeprefix("pipeline.") for path in REFUSED if path.startswith("pipeline.")}
+    refused = {path.removeprefix("pipeline.") for path in REFUSED_KEYS if path.startswith("pipeline.")}
     assert set(ours.Pipeline.model_fields) | refused == set(ds_config.get_pipeline_config({})) | {"use_reentrant"}
 
 

@@ -10,7 +10,7 @@ from field_values import context_of, fields, put
 
 from megasdc.config.fields import ABSENT
 from megasdc.config.load import WholeFile, parse_config
-from megasdc.config.presets import PRESETS
+from megasdc.config.model import PRESETS
 from megasdc.config.read import dotted, shown
 from megasdc.config.schema import remove_key, type_problems, value_at
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
 from megasdc.config.checks import check_layout
+from megasdc.config.faults import PARAMETERS_OF, DelaySpec
 from megasdc.config.load import parse_config
-from megasdc.config.sections.delay import PARAMETERS_OF, DelaySpec
 from megasdc.distributions import KINDS
 
 BASE = {

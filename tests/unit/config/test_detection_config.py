@@ -7,8 +7,7 @@ import copy
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.checks import check_layout, find_warnings
-from megasdc.config.fewer import with_replicas
+from megasdc.config.checks import check_layout, find_warnings, with_replicas
 from megasdc.config.load import parse_config
 
 BASE = {

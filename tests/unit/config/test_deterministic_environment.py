@@ -4,7 +4,7 @@ import pytest
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.environment import VARIABLES, set_deterministic_environment
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 
 ON, OFF = DeterminismSection(enabled=True), DeterminismSection(enabled=False)
 

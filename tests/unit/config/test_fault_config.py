@@ -6,7 +6,7 @@ import pytest
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.checks import check_layout
-from megasdc.config.fault_profiles import expand_faults, load_profile, profile_names
+from megasdc.config.faults import expand_faults, load_profile, profile_names
 from megasdc.config.load import parse_config
 
 BASE = {

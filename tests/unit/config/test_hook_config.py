@@ -8,8 +8,8 @@ import math
 import pytest
 
 from megasdc.common.errors import ConfigError
+from megasdc.config.hooks import theta_at
 from megasdc.config.load import parse_config
-from megasdc.config.sections.optimizer_hooks import theta_at
 
 BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 ABSOLUTE = {"hook": "absolute", "theta": 1e-3}

@@ -98,7 +98,7 @@ def test_causes_are_named(given, expected):
 
 def test_transformer_engine_is_named_where_it_is_used(monkeypatch):
     """Its variable counts only with its backend, and its overlapped sums do."""
-    import megasdc.config.problems.contradictions as model_rules
+    import megasdc.config.contradictions as model_rules
 
     monkeypatch.setattr(model_rules.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(model_rules, "megatron_problems", lambda model: {})

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.checks import check_layout
+from megasdc.config.checks import check_layout, replica_config
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.config.replica import replica_config
 
 FREE: dict[str, Any] = {"mode": "free_run", "replicas": 2}
 

@@ -14,12 +14,11 @@ from pydantic import BaseModel, ValidationError
 from megasdc.attached.settings import load_settings
 from megasdc.common.errors import ConfigError
 from megasdc.config.checks import find_warnings
-from megasdc.config.fields import Needs, alternatives
+from megasdc.config.fields import Needs, alternatives, model_in, relations
+from megasdc.config.guard import GuardSettings
 from megasdc.config.load import parse_config
-from megasdc.config.problems.without_effect import find_idle
-from megasdc.config.sections.guard import GuardSettings
-from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.table import model_in, relations
+from megasdc.config.schema import find_idle
+from megasdc.config.sections import MegasdcSection
 
 OWN = {path: (field, needs) for path, field, needs in relations(MegasdcSection, "")}
 GUARD = {path: (field, needs) for path, field, needs in relations(GuardSettings, "")}

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megasdc.config.sections.data import DataSection
+from megasdc.config.data import DataSection
 from megasdc.data.prepare import prepare
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megasdc.common.errors import DataError
-from megasdc.config.sections.data import SourceSection
+from megasdc.config.data import SourceSection
 from megasdc.data.indexed import describe_ids, open_pair
 from megasdc.data.manifest import Manifest, verify_prepared
 from megasdc.data.prepare import prepare

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.errors import DataError, StorageError
-from megasdc.config.sections.data import DataSection
+from megasdc.config.data import DataSection
 from megasdc.data import manifest as prepared_data
 from megasdc.data.dataset import build_datasets
 from megasdc.data.manifest import (

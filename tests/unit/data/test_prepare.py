@@ -32,7 +32,7 @@ from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
 
 SMALL_SHARDS = 20_000
 PREPARE = (
-    "import sys; from megasdc.config.sections.data import DataSection; from megasdc.data.prepare import prepare;"
+    "import sys; from megasdc.config.data import DataSection; from megasdc.data.prepare import prepare;"
     f"prepare(DataSection.model_validate_json(sys.argv[1]), workers=2, shard_characters={SMALL_SHARDS})"
 )
 

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from megasdc.common.errors import DataError
-from megasdc.config.sections.data import SourceSection
+from megasdc.config.data import SourceSection
 from megasdc.data.formats import UNREADABLE, LeftOut
 from megasdc.data.sources import (
     NOT_LINES,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megasdc.config.sections.drop_compute import largest_batch
+from megasdc.config.drop_compute import largest_batch
 from megasdc.distributions import BoundedLogNormal
 from megasdc.dropcompute.threshold import micro_batch_times
 from megasdc.dropcompute.tuning import (

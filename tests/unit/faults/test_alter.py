@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import UnfitError, alter_elements, bit_masks
 
 LAYOUTS = {torch.float32: (8, 23), torch.bfloat16: (8, 7), torch.float16: (5, 10)}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megasdc.config.sections.delay import DelaySpec
+from megasdc.config.faults import DelaySpec
 from megasdc.faults import delay as module
 from megasdc.faults.delay import InjectedDelays, build_delay, draw_delays
 from megasdc.lab.planning.environment import DelayEnvironment

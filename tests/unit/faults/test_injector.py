@@ -6,7 +6,7 @@ import torch
 
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import Injector, unsigned_bits
 from megasdc.parallel.dims import ParallelDims
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import pick_elements
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasdc.config.sections.faults import ProcessFaultSpec
+from megasdc.config.faults import ProcessFaultSpec
 from megasdc.faults import process
 from megasdc.faults.drill import armed_text
 from megasdc.faults.process import ProcessFaults

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megasdc.common.addresses import Address
-from megasdc.config.fault_profiles import expand_faults, load_profile
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.faults import FaultSpec, expand_faults, load_profile
 from megasdc.faults.injector import Injector
 from megasdc.parallel.dims import ParallelDims
 

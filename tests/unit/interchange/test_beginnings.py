@@ -10,8 +10,8 @@ import transformers
 from small_models import TEXTS, edit, made, tokenizer
 
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.config.sections.data import DataSection
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.data import DataSection
+from megasdc.config.model import ModelSection
 from megasdc.data.dataset import build_split
 from megasdc.data.prepare import prepare
 from megasdc.data.shards import shard_path

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.interchange.import_hf import import_hf
 from megasdc.model.hf.classes import hf_class, hf_config
 from megasdc.model.hf.fields import model_fields

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from megasdc.checkpoint.initial import same_tokenizer
 from megasdc.checkpoint.manifest import read_shared_state
 from megasdc.common.errors import CheckpointError, DataError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.data.tokenizer import load_tokenizer
 from megasdc.interchange.import_hf import import_hf
 from megasdc.lab.checkpoints.views.inspect import _model

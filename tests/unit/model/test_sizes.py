@@ -7,9 +7,8 @@ import itertools
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.presets import PRESETS
-from megasdc.config.sections.megasdc import ParallelSection
-from megasdc.config.sections.model import ModelSection, ffn_width
+from megasdc.config.model import PRESETS, ModelSection, ffn_width
+from megasdc.config.sections import ParallelSection
 from megasdc.model.sizes import layers_per_stage, model_sizes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.model.sharding import Split, parameter_splits, universal_info
 
 LLAMA: dict[str, Any] = {

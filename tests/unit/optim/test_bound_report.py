@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megasdc.config.sections.optimizer_hooks import HookSpec
+from megasdc.config.hooks import HookSpec
 from megasdc.optim.bounds import COLUMNS, bound_rows, merge_totals, metrics_of, warnings_of
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.config.load import parse_config
-from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.sections import MegasdcSection
 from megasdc.sdc.coverage import Shape, coverage_notes, coverage_rows, render_coverage, table_head
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megasdc.config.sections.detection import AuditSection
+from megasdc.config.detection import AuditSection
 from megasdc.sdc.cost import Cadence
 from megasdc.sdc.coverage import EVERY_STEP, Rotation, in_turn, latency, of_audits, of_micro_batches
 

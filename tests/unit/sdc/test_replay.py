@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from megasdc.common.addresses import Address
-from megasdc.config.sections.detection import PolicySection
+from megasdc.config.detection import PolicySection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.sdc.cost import RankWork, Reads, predicted_share, reads_of_step, total
 
 MODEL = ModelSection(num_layers=2, hidden_size=1024, num_attention_heads=16)

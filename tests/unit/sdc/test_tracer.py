@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megasdc.common.addresses import PHASES, Address
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.model.kinds import BLOCK_PARTS, KINDS, submodule_kind
 from megasdc.model.submodules import Submodule
 from megasdc.sdc.tracer import GRANULARITIES, Tracer, choose_submodules

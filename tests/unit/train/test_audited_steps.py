@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.config.sections.detection import AuditSection, SdcSection
-from megasdc.config.sections.drop_compute import DropComputeSection
+from megasdc.config.detection import AuditSection, SdcSection
+from megasdc.config.drop_compute import DropComputeSection
 from megasdc.engine.hooks import Progress, Run
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.cost import Cadence

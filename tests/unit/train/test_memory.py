@@ -6,7 +6,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.common.host import MemoryLimit, memory_limits
 from megasdc.config.checks import check_layout
 from megasdc.config.load import parse_config
-from megasdc.config.sections.model import ffn_width
+from megasdc.config.model import ffn_width
 from megasdc.model.sizes import model_sizes
 from megasdc.train.memory import GIB, check_memory, host_memory_bytes, memory_of_stages, memory_warning
 

@@ -4,7 +4,7 @@ import pytest
 
 from megasdc.config.checks import check_layout
 from megasdc.config.load import parse_config
-from megasdc.config.sections.model import ffn_width
+from megasdc.config.model import ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes
 from megasdc.train.memory import _Stage, predict_step_memory, unpredicted_because
 

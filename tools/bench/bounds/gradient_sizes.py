@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE
+from megasdc.config.hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
 from megasdc.optim.zero1 import owned_fragments

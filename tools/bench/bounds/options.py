@@ -8,7 +8,7 @@ from typing import Literal
 
 from megasdc.cli.app import input_option
 from megasdc.common.errors import DataError
-from megasdc.config.sections.optimizer_hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE, HookSpec
+from megasdc.config.hooks import ABSOLUTE, BOUNDS, SPIKE_AWARE, HookSpec
 from tools.bench.options import Options, numbers, option
 from tools.bench.small.gpt import SmallGpt
 

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from megasdc.common.errors import NonFiniteError
-from megasdc.config.sections.optimizer_hooks import BOUNDS
+from megasdc.config.hooks import BOUNDS
 from megasdc.data.manifest import Manifest
 from megasdc.metrics.writer import read_metrics
 from megasdc.parallel.collectives import gather_objects

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.sections.faults import COLLECTIVE
+from megasdc.config.faults import COLLECTIVE
 from tools.bench.bounds.options import BoundTrainOptions, Setting
 from tools.bench.small.gpt import small_config
 

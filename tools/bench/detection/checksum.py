@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megasdc.common.addresses import FORWARD, Address
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm

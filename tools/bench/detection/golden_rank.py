@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megasdc.common.addresses import ACCUMULATED_GRAD, BACKWARD, FORWARD, PARAMETER, UPDATE, WEIGHT_GRAD, Address
 from megasdc.config.environment import set_deterministic_environment
+from megasdc.config.faults import COLLECTIVE, OPTIMIZER_STATE, FaultSpec
 from megasdc.config.load import RunConfig, parse_config
-from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE, FaultSpec
 from megasdc.determinism import set_deterministic
 from megasdc.faults.injector import Injector
 from megasdc.faults.stored import StateFaults

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD, Address
-from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE, TOKENS, FaultSpec
+from megasdc.config.faults import COLLECTIVE, OPTIMIZER_STATE, TOKENS, FaultSpec
 from megasdc.faults.injector import Draws
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.detection.rows import PRODUCTS

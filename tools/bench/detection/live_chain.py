@@ -18,7 +18,7 @@ from typing import Any
 
 from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE
 from megasdc.common.errors import CorruptionError, MegasdcError
-from megasdc.config.sections.faults import (
+from megasdc.config.faults import (
     CLIPPED_GRAD,
     COLLECTIVE,
     COPY,

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.common.addresses import WEIGHT_GRAD, Address
+from megasdc.config.faults import TOKENS
 from megasdc.config.load import parse_config
-from megasdc.config.sections.faults import TOKENS
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.data.loader import MicroBatchLoader, StepBatches
 from megasdc.data.position import Position
 from megasdc.dropcompute.gate import ReplayedDecisions, ReplicaGate, StepDecisions, new_replica_group

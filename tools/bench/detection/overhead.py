@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.sections.detection import SdcSection
+from megasdc.config.detection import SdcSection
 from megasdc.model.sizes import padded_vocab_size
 from megasdc.sdc.cost import FP32_BYTES, Cadence, RankWork, Rates, median_rates
 from tools.bench.detection.options import OverheadOptions

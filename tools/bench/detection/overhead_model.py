@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, RECOMPUTE
-from megasdc.config.sections.detection import AlwaysOnSection, AuditSection
+from megasdc.config.detection import AlwaysOnSection, AuditSection
 from megasdc.sdc.cost import Asked, RankWork, Rates, Reads, reads_of_step
 
 OFF, ALWAYS_ON, ALWAYS_ON_ALL = "off", "always on", "always on, all micro-batches"

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from megasdc.common.addresses import Address
 from megasdc.config.checks import check_layout
+from megasdc.config.detection import AuditSection, SdcSection
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.detection import AuditSection, SdcSection
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader, StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.megasdc import DeterminismSection
+from megasdc.config.sections import DeterminismSection
 from megasdc.determinism import set_deterministic
 from megasdc.model.gpt import ACTIVATIONS
 from megasdc.model.loss import TokenLoss

@@ -12,7 +12,7 @@ import torch
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.config.checks import check_layout
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.data.loader import MemoryStream
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.kinds import GRANULARITIES

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.sections.drop_compute import DEFER, DISCARD, EXTRA_STEPS, LARGER_BATCH, PREDICTIVE, RESAMPLE
+from megasdc.config.drop_compute import DEFER, DISCARD, EXTRA_STEPS, LARGER_BATCH, PREDICTIVE, RESAMPLE
 from tools.bench.options import Options, numbers, option, parse_layouts
 from tools.bench.small.gpt import SmallGpt, small_config
 

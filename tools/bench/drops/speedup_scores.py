@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.config.sections.delay import DelaySpec
+from megasdc.config.faults import DelaySpec
 from megasdc.dropcompute.gate import DECISIONS_FILE, STEP_TIMES_FOLDER, read_decisions
 from megasdc.dropcompute.threshold import Curve, DropRule, search_recorded, search_threshold
 from megasdc.dropcompute.tuning import TOLERANCE, RecordedSteps

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.config.sections.drop_compute import EXTRA_STEPS, LARGER_BATCH
+from megasdc.config.drop_compute import EXTRA_STEPS, LARGER_BATCH
 from megasdc.distributions import BoundedLogNormal
 from megasdc.dropcompute.threshold import micro_batch_times
 from megasdc.dropcompute.tuning import WorkBalance, choose_larger_batch, expected_steps

@@ -112,7 +112,7 @@ def bench_hangs(
 
 def prepare_texts(folder: Path) -> Path:
     """Tokens of some modules of Python's library, in a folder in this one, which is returned."""
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare
 
     texts = folder / "texts"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
-from megasdc.config.sections.faults import COLLECTIVE, OPTIMIZER_STATE
+from megasdc.config.faults import COLLECTIVE, OPTIMIZER_STATE
 from tools.bench.drills import Layout
 
 CLEAN, AGAIN = "clean", "again"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.sections.data import DataSection
+from megasdc.config.data import DataSection
 from tools.bench.options import option
 
 HEAD_WIDTH = 32

@@ -19,7 +19,7 @@ from typing import Any
 
 import megasdc
 from megasdc.common.errors import MegasdcError
-from megasdc.config.sections.data import SourceSection
+from megasdc.config.data import SourceSection
 from megasdc.data.sources import iterate_documents, sample_documents
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, train_sentencepiece
 from tools.bench.machine import describe_machine

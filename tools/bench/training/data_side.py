@@ -88,7 +88,7 @@ def run_megatron(request: dict[str, Any]) -> None:
 
 def run_ours(request: dict[str, Any]) -> None:
     """Tokenize as ``megasdc prepare-data`` does; the request is as in `run_megatron`."""
-    from megasdc.config.sections.data import DataSection
+    from megasdc.config.data import DataSection
     from megasdc.data.prepare import prepare
 
     section = DataSection.model_validate(

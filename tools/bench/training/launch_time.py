@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import MegasdcError
-from megasdc.config.sections.data import DataSection
+from megasdc.config.data import DataSection
 from megasdc.events import read_events
 from megasdc.model.fused import CACHE_VARIABLE
 from megasdc.parallel.local_ranks import base_environment, free_port

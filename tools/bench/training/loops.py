@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megasdc.config.checks import BatchLayout
+from megasdc.config.hooks import HookSpec
 from megasdc.config.load import RunConfig
-from megasdc.config.sections.megasdc import DeterminismSection
-from megasdc.config.sections.model import ffn_width
-from megasdc.config.sections.optimizer_hooks import HookSpec
+from megasdc.config.model import ffn_width
+from megasdc.config.sections import DeterminismSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import StepResult

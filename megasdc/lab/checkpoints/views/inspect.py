@@ -26,7 +26,7 @@ from megasdc.checkpoint.verify import find_folders, is_called_universal
 from megasdc.checkpoint.views.hf_shards import read_model_json, section_of
 from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, TENSOR_SLOTS, Slot, View
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.lab.checkpoints.views.open import open_view
 from megasdc.model.hf.fields import model_fields
 from megasdc.model.kinds import submodule_kind

@@ -43,7 +43,7 @@ from megasdc.checkpoint.views.hf_shards import HfShards, read_model_json, sectio
 from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
 from megasdc.checkpoint.views.zero_shards import locate_shards, read_stage, value_text
 from megasdc.common.errors import CheckpointError, ConfigError
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.lab.checkpoints.views.dcp import open_dcp
 from megasdc.model.hf.fields import model_fields, vocabulary
 from megasdc.model.hf.tensors import Form, TensorMapping, hf_shapes, num_pipeline_layers, rules, shape_of_ours, to_ours

@@ -19,7 +19,7 @@ import numpy as np
 from megasdc.lab.planning.checkpoints.formulas import Intervals
 from megasdc.lab.planning.checkpoints.job import Costs
 from megasdc.lab.planning.checkpoints.rates import CORRUPTION, HANG, HOST, NETWORK, SOFTWARE, STORAGE
-from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.sections import MegasdcSection
 from megasdc.common.errors import DataError
 from megasdc.events import read_events
 from megasdc.ops.supervise.goodput import WELL, AttemptTime, goodput_of

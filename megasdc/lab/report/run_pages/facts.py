@@ -12,10 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.common.errors import MegasdcError
-from megasdc.config.deepspeed_part import precision_of
-from megasdc.config.sections.delay import DelaySpec
-from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
-from megasdc.config.sections.optimizer_hooks import HookSpec
+from megasdc.config.deepspeed import precision_of
+from megasdc.config.faults import DelaySpec, FaultSpec, ProcessFaultSpec
+from megasdc.config.hooks import HookSpec
 from megasdc.ops.run_folder.record import RunRecord
 
 LISTED_HOSTS = 12

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.replica import replica_folder
+from megasdc.config.checks import replica_folder
 from megasdc.lab.report import study_tables
 from megasdc.lab.report.run_pages.facts import highlights, run_versions
 from megasdc.lab.report.run_pages.figures.nodes import node_figures

@@ -15,7 +15,7 @@ from typing import Any
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, StorageError
 from megasdc.common.host import is_own_folder, make_own_folder, started_at
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
-from megasdc.config.sections.health import HealthSection
+from megasdc.config.sections import HealthSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.ops.health.agent import AgentOptions

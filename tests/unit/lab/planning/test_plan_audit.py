@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.addresses import MICRO_BATCH_PHASES
-from megasdc.config.sections.model import ModelSection
+from megasdc.config.model import ModelSection
 from megasdc.lab.planning.audits import (
     ALL,
     AUDIT,

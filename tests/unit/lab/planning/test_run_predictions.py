@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megasdc.common.errors import DataError
-from megasdc.config.sections.megasdc import MegasdcSection
+from megasdc.config.sections import MegasdcSection
 from megasdc.lab.planning.runs.measured import measure_run, pieces_for, predict_run, shares_of
 from megasdc.ops.supervise.journal import FOLDER, Journal
 

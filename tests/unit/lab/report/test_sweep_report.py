@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.errors import StorageError
-from megasdc.config.fault_profiles import load_profile
+from megasdc.config.faults import load_profile
 from megasdc.lab.report.run_pages.study_page import LIMITS, sweep_page
 from megasdc.lab.sweeps.sweep_file import SweepFile
 

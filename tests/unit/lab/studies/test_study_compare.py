@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasdc.common.addresses import Address
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import Injector
 from megasdc.lab.studies.hook import Mismatch, compare_results
 from megasdc.parallel.dims import ParallelDims

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
-from megasdc.config.fault_profiles import load_profile
+from megasdc.config.faults import load_profile
 from megasdc.lab.sweeps.plan import StartCheckpoint, SweepPlan, build_plan, measured_folder, runs_of
 from megasdc.lab.sweeps.results import SWEEP_FILE, ResultStore
 from megasdc.lab.sweeps.sweep import _check_folder

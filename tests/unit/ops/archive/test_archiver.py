@@ -18,7 +18,7 @@ from hand_made import write_checkpoint
 from megasdc.checkpoint.records import write_record
 from megasdc.checkpoint.verification_marks import VERIFIED_FILE, VerifiedMark
 from megasdc.common.errors import ConfigError, LaunchError
-from megasdc.config.sections.megasdc import CheckpointSection
+from megasdc.config.sections import CheckpointSection
 from megasdc.engine.hooks import RunEnd
 from megasdc.events import EventLog, read_events
 from megasdc.ops.archive import hook

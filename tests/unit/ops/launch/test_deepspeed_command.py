@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.common.errors import LaunchError
-from megasdc.config.sections.guard import GuardLoggingSection, GuardSettings
+from megasdc.config.guard import GuardLoggingSection, GuardSettings
 from megasdc.ops.launch import deepspeed_command, user_program
 from megasdc.ops.launch.deepspeed_command import read_command
 from megasdc.ops.launch.hosts import place_program_here

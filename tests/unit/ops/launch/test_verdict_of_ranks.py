@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
-from megasdc.config.sections.megasdc import TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.ops.golden.result import judge_reports
 from megasdc.ops.golden.watched_ranks import RankReport
 from megasdc.parallel.dims import ParallelDims

@@ -11,7 +11,7 @@ import torch
 
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import Injector
 from megasdc.ops.stress.drill import SlotDrill, chance, read_drill, summarize_drills
 

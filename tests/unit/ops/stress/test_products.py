@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.config.sections.faults import FaultSpec
+from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import Injector
 from megasdc.ops.stress import products
 from megasdc.ops.stress.drill import ALONE

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasdc.config.sections.drop_compute import ELAPSED
+from megasdc.config.drop_compute import ELAPSED
 from megasdc.dropcompute.threshold import Curve
 from megasdc.lab.planning.simulate import Formulas
 from megasdc.lab.report.run_pages.drops import Drops

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megasdc.config.sections.study import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
+from megasdc.config.sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.lab.sweeps.ma_tables import NOISE, PLACES, StudiedNode
 from megasdc.lab.sweeps.results import SweepResults
 from megasdc.ops.run_folder.study_log import WHOLE, read_study

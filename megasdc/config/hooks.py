@@ -1,4 +1,8 @@
-"""Problems of the entries of `optimizer_hooks` and `hooks`."""
+"""Entries of `optimizer_hooks` with their checks, and of `hooks`.
+
+The former are bounds of gradients, resets of the optimizer's moments and hooks of the user on gradients; the latter are
+classes of the user's own that are called in a run.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +10,139 @@ import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from megasdc.common.user_code import file_of, is_found
-from megasdc.config.problems.problem import Problem
-from megasdc.config.sections.megasdc import MegasdcSection
-from megasdc.config.sections.optimizer_hooks import (
-    ABSOLUTE,
-    AFTER_NORM,
-    BOUNDS,
-    FIELDS_OF,
-    FILE,
-    LOCAL,
-    MOMENTUM_RESET,
-    NEEDED,
-    SKIP_STEP,
-    SPIKE_AWARE,
-    HookSpec,
-    Theta,
-)
-from megasdc.config.submodule_names import parameter_names
+from pydantic import BeforeValidator, Field
+
+from megasdc.config.fields import NonNegativeInt, PositiveInt, Problem, Section, setting
+
+ABSOLUTE, SPIKE_AWARE, MOMENTUM_RESET, FILE = "absolute", "spike_aware", "momentum_reset", "file"
+BOUNDS = (ABSOLUTE, SPIKE_AWARE)
+BEFORE_NORM, AFTER_NORM, LOCAL = "before_norm", "after_norm", "local"
+SKIP_STEP, ZERO, BOUND, HALT = "skip_step", "zero", "bound", "halt"
+Threshold = float | Literal["inf"]
+Point = Annotated[list[Threshold], Field(min_length=2, max_length=2)]
+Theta = Threshold | Annotated[list[Point], Field(min_length=1)]
+
+
+class HookSpec(Section):
+    """One entry: a bound on gradients, a reset of the moments, or a hook of the user's own."""
+
+    at_resume = "applied"
+
+    hook: Literal["absolute", "spike_aware", "momentum_reset", "file"] = setting(
+        ...,
+        "absolute: |g| <= theta. spike_aware: |g| <= sqrt(theta V) where g^2 / V > theta, V the second moment before "
+        "this step. momentum_reset: both moments become 0 every `interval` steps. file: a class of your own.",
+    )
+    theta: Theta | None = setting(
+        None,
+        'Bounds: threshold, "inf" for none, or a schedule of points [step, theta] with straight lines between them; '
+        "needed there.",
+    )
+    parameters: list[str] = setting(
+        ["*"],
+        "Bounds and file: patterns of full names of parameters, such as `*.mlp.*`; of several bounds of one kind and "
+        "place, the first that fits a parameter bounds it.",
+        min_length=1,
+    )
+    where: Literal["before_norm", "after_norm", "local"] = setting(
+        "before_norm",
+        "Bounds: the reduced gradient before its norm is taken; or after it was clipped; or, absolute only, each "
+        "rank's own before it is averaged over replicas.",
+    )
+    non_finite: Literal["skip_step", "zero", "bound", "halt"] = setting(
+        "skip_step",
+        "Bounds: NaN and Inf: all ranks skip the step; or they become 0; or Inf becomes the threshold with its sign "
+        "and NaN 0; or all ranks end. Of several bounds that fit a parameter, the first's.",
+    )
+    warn_share: Annotated[float, Field(gt=0, le=1)] | None = setting(
+        None, "Bounds: warn when more than this share of a submodule's elements was bounded; null: never."
+    )
+    grace_steps: NonNegativeInt = setting(
+        20, "spike_aware: no bound in so many first steps, nor after a reset of the moments."
+    )
+    bias_corrected: bool = setting(False, "spike_aware: V / (1 - beta2^t) instead of V.")
+    floor: Annotated[float, Field(ge=0)] | None = setting(
+        None,
+        "spike_aware: smallest V; null: eps^2 of the optimizer, with which no element freezes however rare its "
+        "gradients are; 0: none, as published: an element with V = 0 is not bounded, and one with rare gradients, "
+        "whose V decays in between, is bounded more and more.",
+    )
+    interval: PositiveInt = setting(500, "momentum_reset: steps n; before step n + 1, 2 n + 1, and so on.")
+    warmup_steps: NonNegativeInt = setting(
+        150, "momentum_reset: steps in which the learning rate rises again along a cosine."
+    )
+    warmup_start: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.01, "momentum_reset: share of the scheduled learning rate right after a reset."
+    )
+    restart_bias_correction: bool = setting(
+        False, "momentum_reset: restart the optimizer's step count; SPAM does not, Stable-SPAM does."
+    )
+    path: str | None = setting(
+        None, "file: Python file; it runs with all rights of the training process.", min_length=1
+    )
+    name: str | None = setting(
+        None, "file: class in it, a subclass of `megasdc.optim.hooks.GradientHook`.", min_length=1
+    )
+    settings: dict[str, Any] = setting({}, "file: keyword arguments of the class.")
+
+
+FIELDS_OF = {
+    ABSOLUTE: {"theta", "parameters", "where", "non_finite", "warn_share"},
+    SPIKE_AWARE: {"theta", "parameters", "where", "non_finite", "warn_share", "grace_steps", "bias_corrected", "floor"},
+    MOMENTUM_RESET: {"interval", "warmup_steps", "warmup_start", "restart_bias_correction"},
+    FILE: {"parameters", "path", "name", "settings"},
+}
+"""Fields that each hook reads, besides ``hook``."""
+NEEDED = {ABSOLUTE: ("theta",), SPIKE_AWARE: ("theta",), MOMENTUM_RESET: (), FILE: ("path", "name")}
+
+
+def theta_at(theta: Theta, step: int) -> float:
+    """The threshold of one step; infinite: no bound.
+
+    Points are interpolated linearly; if one of two is "inf", the earlier one holds between them. The first point holds
+    before it, the last after it.
+
+    Args:
+        step: optimizer step, first is 1.
+    """
+    if not isinstance(theta, list):
+        return float(theta)
+    points = [(float(at), float(value)) for at, value in theta]
+    for (first, low), (last, high) in pairwise(points):
+        if step < last:
+            inside = step > first and math.isfinite(low) and math.isfinite(high)
+            return low + (high - low) * (step - first) / (last - first) if inside else low
+    return points[-1][1]
+
+
+class UserHookSpec(Section):
+    """One entry: a class, and how it is made; a text alone is its `hook`."""
+
+    at_resume = "applied"
+
+    hook: str = setting(
+        ...,
+        "`module:Class`, of a module in the folder of the launch or where Python looks for packages, or "
+        "`file.py:Class`; a subclass of `megasdc.Hook`. It runs with all rights of the training process.",
+        pattern=r"^[^:]+:[A-Za-z_][A-Za-z_0-9]*$",
+    )
+    options: dict[str, Any] = setting({}, "Keyword arguments of the class.")
+
+
+def _in_full(entry: Any) -> Any:
+    return {"hook": entry} if isinstance(entry, str) else entry
+
+
+UserHook = Annotated[UserHookSpec, BeforeValidator(_in_full)]
+
 
 SMALLEST_THETA = {ABSOLUTE: 1.1754944e-38, SPIKE_AWARE: 1.0}
 """Exclusive lower limits of thresholds: the smallest normal fp32 number; and 1, since at or below it the V of a bounded
 element would shrink for ever and the element would freeze."""
-
-
-def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[Problem]:
-    """Yield every problem of the hooks; ``deepspeed`` has defaults filled in."""
-    names = parameter_names(file.model, file.parallel) if file.optimizer_hooks else []
-    for place, spec in enumerate(file.optimizer_hooks):
-        path = f"megasdc.optimizer_hooks.{place}"
-        yield from gradient_hook_problems(spec, path, deepspeed)
-        for pattern in spec.parameters:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                yield Problem(
-                    (f"{path}.parameters",),
-                    f"got {pattern!r}, which matches no parameter; names are such as {', '.join(names[:2])} and "
-                    f"{names[-1]}.",
-                )
-    if file.optimizer_hooks and file.model.backend != "torch":
-        yield Problem(
-            ("megasdc.optimizer_hooks", "megasdc.model.backend"),
-            f'got entries with megasdc.model.backend "{file.model.backend}", whose parameters have no full names; set '
-            'the backend to "torch".',
-        )
-    yield from bound_problems(deepspeed) if file.optimizer_hooks else ()
-    yield from _idle_problems(file, names)
-    resets = [place for place, spec in enumerate(file.optimizer_hooks) if spec.hook == MOMENTUM_RESET]
-    if len(resets) > 1:
-        yield Problem(
-            (f"megasdc.optimizer_hooks.{resets[1]}.hook",),
-            "got a second momentum_reset; keep one.",
-        )
 
 
 def gradient_hook_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Iterator[Problem]:
@@ -83,19 +166,6 @@ UNSUPPORTED = {
     ("fp16", "fp16_master_weights_and_grads"): "the second moment must be fp32",
 }
 """DeepSpeed's keys that are incompatible with hooks, and why."""
-
-
-def user_hook_problems(file: MegasdcSection) -> Iterator[Problem]:
-    """Yield the hooks of the user's own whose file or module is not there; nothing of them is run."""
-    for place, entry in enumerate(file.hooks):
-        if not is_found(entry.hook):
-            kind = "file" if file_of(entry.hook) else "module"
-            yield Problem(
-                (f"megasdc.hooks.{place}.hook",),
-                f"got {entry.hook!r}, whose {kind} is not found; a file is looked for from the folder of the launch, a "
-                "module there and where Python looks for packages (PYTHONPATH, pip install).",
-                of_host=True,
-            )
 
 
 def bound_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
@@ -127,28 +197,6 @@ def covered_problems(specs: Sequence[HookSpec], path: str, names: Collection[str
                 "these parameters, and the first that fits counts; put this entry before them.",
             )
         taken |= fitting
-
-
-def _idle_problems(file: MegasdcSection, names: list[str]) -> Iterator[Problem]:
-    """Entries that would never have an effect, or that would make another check fail."""
-    yield from covered_problems(file.optimizer_hooks, "megasdc.optimizer_hooks", names)
-    resets = [spec for spec in file.optimizer_hooks if spec.hook == MOMENTUM_RESET]
-    for place, spec in enumerate(file.optimizer_hooks):
-        path = f"megasdc.optimizer_hooks.{place}"
-        if spec.hook == SPIKE_AWARE:
-            most = min([file.training.steps, *(reset.interval for reset in resets)])
-            if spec.grace_steps >= most:
-                yield Problem(
-                    (f"{path}.grace_steps",),
-                    f"got {spec.grace_steps}; with {most} steps to the end or the next reset it would never bound "
-                    "anything; set a smaller one.",
-                )
-        if spec.hook == MOMENTUM_RESET and spec.warmup_steps >= spec.interval:
-            yield Problem(
-                (f"{path}.warmup_steps", f"{path}.interval"),
-                f"got {spec.warmup_steps} with interval {spec.interval}; the learning rate would never reach its "
-                "schedule; set fewer.",
-            )
 
 
 def _field_problems(spec: HookSpec, path: str) -> Iterator[Problem]:

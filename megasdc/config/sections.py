@@ -1,4 +1,4 @@
-"""Typed sections of the ``megasdc`` key, one class each.
+"""Typed sections of the ``megasdc`` key, one class each; those of a subject with a file of its own are in that file.
 
 The description of every field states its meaning, unit, range and what null means; the documentation's table is
 generated from it. A section is read only by the part of the package that it configures.
@@ -11,8 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megasdc.common.addresses import PHASES
+from megasdc.config.data import DataSection
+from megasdc.config.detection import CHECKS, AuditSection, SdcSection
+from megasdc.config.drop_compute import DropComputeSection
+from megasdc.config.faults import DelaySpec, FaultSpec, ProcessFaultSpec
 from megasdc.config.fields import (
     APPLIED,
+    FLAG,
     NO_MATTER,
     UNIVERSAL,
     NonNegativeFloat,
@@ -25,17 +30,8 @@ from megasdc.config.fields import (
     setting,
     tunes,
 )
-from megasdc.config.sections.data import DataSection
-from megasdc.config.sections.delay import DelaySpec
-from megasdc.config.sections.detection import AuditSection, SdcSection
-from megasdc.config.sections.drop_compute import DropComputeSection
-from megasdc.config.sections.faults import FaultSpec, ProcessFaultSpec
-from megasdc.config.sections.health import HealthSection
-from megasdc.config.sections.hooks import UserHook
-from megasdc.config.sections.model import ModelSection
-from megasdc.config.sections.optimizer_hooks import HookSpec
-from megasdc.config.sections.study import StudySection
-from megasdc.config.sections.supervise import SuperviseSection
+from megasdc.config.hooks import HookSpec, UserHook
+from megasdc.config.model import ModelSection
 
 
 class ParallelSection(Section):
@@ -295,6 +291,174 @@ class GoldenSection(Section):
     )
     seeds: PositiveInt = setting(1, "Different tokens for each length; a case each.")
     vocab_size: PositiveInt = setting(8192, "Entries of the vocabulary, instead of a tokenizer's.")
+
+
+class HealthSection(Section):
+    """Progress records of every rank, an agent on each host, hangs that are named and ended, and stragglers."""
+
+    at_resume = "applied"
+    needs = tunes("health.enabled=null or health.enabled=true")
+
+    enabled: bool | None = setting(
+        None,
+        "Record what each rank is doing, watch it with an agent on each host, and end the run when it is stuck; null: "
+        "in runs that a launcher starts, but in no study and no run of a sweep.",
+    )
+    hang_floor_s: PositiveFloat = setting(
+        60.0, "Least seconds without any progress after which a run is stuck; `parallel.timeout_s` still holds."
+    )
+    slow_floor_s: PositiveFloat = setting(
+        900.0, "The same for starts, first steps, evaluations, saves, and phases that were seldom timed yet."
+    )
+    hang_factor: PositiveFloat = setting(
+        10.0, "A phase may last this many times the 99th percentile of its durations in this run."
+    )
+    slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = setting(
+        1.05,
+        "A rank whose micro-batches take so many times as long as those of its peers of the same stage is a straggler, "
+        "if noise does not explain it; above 1. Healthy devices of one kind differ by less.",
+    )
+    ping_interval: NonNegativeInt = setting(
+        200, "Steps between measurements of the links between hosts, of a few milliseconds; 0: never."
+    )
+    alert_command: list[str] = setting(
+        [],
+        "Program and arguments, run without a shell for at most 10 s with each incident as JSON on standard input: a "
+        "run that is stuck (with `enabled`), a finding of corruption. Empty: none.",
+        NO_MATTER,
+        asks(f"health.enabled=null or health.enabled=true or {CHECKS}"),
+    )
+
+    def is_on(self, *, launched: bool, studied: bool) -> bool:
+        """Whether a run is watched.
+
+        Args:
+            launched: whether its ranks are processes that a launcher has started, which an agent can end.
+            studied: whether it is part of a study.
+        """
+        return launched and not studied if self.enabled is None else self.enabled
+
+
+COMPUTATION_SYNC, PARAMETER_SYNC, FREE_RUN = "computation_sync", "parameter_sync", "free_run"
+PAPER_FORWARD = ("*.word_embeddings", "*.self_attention.linear_proj", "*.mlp.linear_fc2", "*.output")
+PAPER_BACKWARD = ("*.self_attention.linear_qkv", "*.mlp.linear_fc1", "*.output")
+"""Submodules whose results are those of attention and FFN before the sum over tensor ranks; embedding and head."""
+
+
+class StudySection(Section):
+    """Several whole runs in one launch, one of them trusted (Ma et al. 2025, arXiv 2502.12340)."""
+
+    at_resume = "applied"
+    needs = asks("study.mode")
+
+    mode: Literal["computation_sync", "parameter_sync", "free_run"] | None = setting(
+        None,
+        "computation_sync: every result is compared with the trusted replica's and overwritten by it; parameter_sync: "
+        "gradients are compared, and after each step parameters and optimizer state are overwritten; free_run: "
+        "nothing is overwritten, parameters are compared; null: no study.",
+        FLAG,
+    )
+    replicas: Annotated[int, Field(ge=2)] | None = setting(
+        None,
+        "Replicas of the study, each a whole run of (ranks of the launch / replicas) ranks with a folder `replica_K` "
+        "in `logging.run_dir`; needed with a mode.",
+        FLAG,
+    )
+    trusted: NonNegativeInt = setting(0, "The replica that counts as healthy.", FLAG)
+    submodules: Annotated[list[str], Field(min_length=1)] | None = setting(
+        None,
+        "computation_sync: patterns of full names whose forward and backward results are compared; null: attention "
+        "and FFN before the sum over tensor ranks, embedding and head. Weight gradients, optimizer and parameters are "
+        "always compared.",
+        needs=asks('study.mode="computation_sync"'),
+    )
+    interval: PositiveInt = setting(
+        10,
+        "computation_sync: steps between lines that count what was compared; free_run: steps between comparisons of "
+        "parameters.",
+        needs=asks('study.mode="computation_sync" or study.mode="free_run"'),
+    )
+    sampled_elements: NonNegativeInt = setting(
+        8,
+        "computation_sync: wrong elements of a result that are written one by one, evenly chosen.",
+        needs=asks('study.mode="computation_sync"'),
+    )
+
+
+_TESTS = "supervise.returns or supervise.spare_test_s or supervise.ledger"
+"""What tests hosts."""
+
+
+class SuperviseSection(Section):
+    """What `megasdc supervise` does with failures; other starts do not read it."""
+
+    at_resume = "-"
+
+    num_hosts: PositiveInt | None = setting(
+        None,
+        "Hosts that the run uses, the first of the hostfile or of the SLURM job; the others are spares. null: all, and "
+        "no spare.",
+    )
+    min_hosts: PositiveInt | None = setting(
+        None,
+        "With so many hosts at least the run goes on where others are lacking: with fewer replicas, the same samples a "
+        "step, and with all again once they can be used. Needs shared storage. null: never with fewer than "
+        "`num_hosts`.",
+    )
+    failures_per_hour: PositiveInt = setting(20, "More failures within an hour end the run.")
+    without_progress: PositiveInt = setting(
+        50, "So many failures after the first one that got no further than that end the run."
+    )
+    failed_starts: PositiveInt = setting(
+        10,
+        "So many starts in succession that fail before a step end the run; lost hosts and processes that were killed "
+        "from outside do not count.",
+    )
+    same_step: PositiveInt = setting(
+        3,
+        "So many failures of one kind in succession at one step that each attempt reached itself, not all on the same "
+        "hosts, end the run: it is no hardware. Lost hosts and processes that were killed from outside do not count.",
+    )
+    pause_s: NonNegativeFloat = setting(
+        5.0, "Seconds before an attempt is repeated where the one before got no further; doubled each time."
+    )
+    longest_pause_s: NonNegativeFloat = setting(300.0, "The longest such pause.")
+    returns: NonNegativeInt = setting(
+        1,
+        "Times that a host which was replaced becomes a spare again after it has passed a test by `megasdc stress`; 0: "
+        "replaced hosts are not tested.",
+    )
+    test_rounds: PositiveInt = setting(3, "Rounds of such a test.", needs=tunes(_TESTS))
+    golden: str | None = setting(
+        None,
+        "Folder of golden values for the test; null: a host is compared with itself alone, so that what it always "
+        "computes wrong is not found.",
+        needs=asks(_TESTS),
+        min_length=1,
+    )
+    retest_s: PositiveFloat = setting(
+        300.0, "Seconds until a host that could not be tested is tested again.", needs=tunes(_TESTS)
+    )
+    spare_test_s: NonNegativeFloat = setting(
+        3600.0, "Seconds between tests of a host that waits as a spare, the first when the run begins; 0: none."
+    )
+    ledger: str | None = setting(
+        None,
+        "File in which all runs of a cluster keep how often each host has failed; hosts that failed much more often "
+        "than others are not used before they have passed a test. null: nothing is kept.",
+        min_length=1,
+    )
+    ledger_days: PositiveFloat = setting(
+        30.0, "What is older in the ledger does not count.", needs=tunes("supervise.ledger")
+    )
+    rewind_steps: NonNegativeInt = setting(
+        0,
+        "Where NaN and Inf come again after a restart: go back to a checkpoint at least so many steps before the first "
+        "of them, and never train on the samples from there to the last of them; 0: the run ends, no data are skipped.",
+    )
+    rewinds: NonNegativeInt = setting(
+        3, "Times that a run goes back, for that or because a checkpoint cannot be loaded; 0: it ends instead."
+    )
 
 
 class MegasdcSection(Section):

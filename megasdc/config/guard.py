@@ -18,9 +18,8 @@ from megasdc.config.fields import (
     setting,
     tunes,
 )
-from megasdc.config.sections.megasdc import DeterminismSection
-from megasdc.config.sections.optimizer_hooks import HookSpec
-from megasdc.config.sections.supervise import SuperviseSection
+from megasdc.config.hooks import HookSpec
+from megasdc.config.sections import DeterminismSection, SuperviseSection
 
 Policy = Literal["halt", "warn"]
 _CHECKS = "audit.enabled or golden.path"

@@ -1,23 +1,29 @@
-"""Specs of injected faults, for drills and campaigns.
+"""Faults and delays that are injected, for drills and campaigns: their entries, profiles of nodes, and checks.
 
-One spec defines where (phase, submodule, place, steps), what (kind, elements) and how often (probability, burst, once).
-Every draw is a function of the seed, the spec's index in the list, the rank and the address, so that the same
-configuration injects the same faults again, also after a resume.
+A fault's entry defines where (phase, submodule, place, steps), what (kind, elements) and how often (probability, burst,
+once). Every draw is a function of the seed, the entry's index in the list, the rank and the address, so that the same
+configuration injects the same faults again, also after a resume. An entry of `delay` defines ranks, duration and
+distribution.
 
-Checks of fault specs: fields that contradict each other, names that do not exist.
+A profile is a set of faults that simulates one unhealthy node, and is expanded to entries. Profiles are JSON files
+beside this module, in ``profiles/``; a user's own file of the same format may be given by its path.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from megasdc.common.addresses import ACCUMULATED_GRAD, MICRO_BATCH_PHASES, PHASES
-from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section, setting
+from megasdc.common.errors import ConfigError
+from megasdc.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Problem, Section, setting
+from megasdc.config.read import read_json
 
 OPTIMIZER_STATE, COLLECTIVE, CHECKPOINT, TOKENS = "optimizer_state", "collective", "checkpoint", "tokens"
 NORM, CLIPPED_GRAD, HYPERPARAMETER = "norm", "clipped_grad", "hyperparameter"
@@ -362,3 +368,180 @@ def place_problems(
         if got is not None and got >= size:
             layout = f"tensor {tensor} x pipeline {pipeline} x data {data}{of_study}"
             yield field, f"got {got}, but there are {size} ({layout})"
+
+
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class DelaySpec(FaultPlace):
+    """One delay before micro-batches; without a rank or tensor rank, on tensor rank 0 of each stage that fits."""
+
+    at_resume = "applied"
+
+    kind: Literal[
+        "bounded_lognormal",
+        "normal",
+        "gamma",
+        "exponential",
+        "bursts",
+        "slow_rank",
+        "slow_periods",
+        "trace",
+        "resampled",
+    ] = setting(
+        ...,
+        "How long, for each micro-batch and stage: drawn anew (bounded_lognormal is the environment of DropCompute's "
+        "paper, normal, gamma, exponential); `delay_s` while a burst of a replica lasts, always on one `replica` "
+        "(slow_rank), or in a part of each period; as recorded in a file (trace), or a recorded step drawn at random "
+        "(resampled).",
+    )
+    mean_s: Seconds | None = setting(None, "bounded_lognormal, normal, gamma, exponential: mean; needed there.")
+    std_s: Seconds | None = setting(None, "normal, gamma: standard deviation; needed there.")
+    delay_s: Seconds | None = setting(
+        None, "bursts, slow_rank, slow_periods: of a micro-batch while slow; needed there."
+    )
+    probability: Share | None = setting(
+        None, "bursts: that one of a replica begins in a step, in [0, 1]; needed there."
+    )
+    num_steps: PositiveInt | None = setting(None, "bursts: steps that one lasts; needed there.")
+    period_steps: PositiveInt | None = setting(
+        None,
+        "slow_periods: from the begin of one slow time of a replica to the next, each replica at its own time; needed "
+        "there.",
+    )
+    slow_steps: PositiveInt | None = setting(None, "slow_periods: slow ones of each period, at most all; needed there.")
+    path: str | None = setting(
+        None,
+        "trace, resampled: .npy file of seconds [replica, step, micro-batch], or with a fourth axis of stages; needed "
+        "there. In a trace each axis starts again at its end.",
+        min_length=1,
+    )
+    micro_batch_latency_s: PositiveFloat | None = setting(
+        None,
+        "What mean, deviation, delay and file are multiples of, as in the paper, where the mean is 0.5 of a "
+        "micro-batch's latency; null: they are seconds.",
+    )
+    preemptible: bool = setting(
+        False,
+        "The delay ends when the time of the replica is up. So it is on the rank that decides whether a micro-batch "
+        "is started, tensor rank 0 of the first stage; on other ranks a delay always lasts to its end.",
+    )
+    seed: NonNegativeInt = setting(1, "Seed of every draw, with the place of the entry in the list.")
+
+
+PARAMETERS_OF = {
+    "bounded_lognormal": ("mean_s",),
+    "normal": ("mean_s", "std_s"),
+    "gamma": ("mean_s", "std_s"),
+    "exponential": ("mean_s",),
+    "bursts": ("probability", "num_steps", "delay_s"),
+    "slow_rank": ("replica", "delay_s"),
+    "slow_periods": ("period_steps", "slow_steps", "delay_s"),
+    "trace": ("path",),
+    "resampled": ("path",),
+}
+"""Fields that each kind needs besides its place; it does not read the other fields named here."""
+
+
+_PARAMETERS = sorted({name for names in PARAMETERS_OF.values() for name in names} - FaultPlace.model_fields.keys())
+
+
+def delay_problems(specs: Sequence[DelaySpec]) -> Iterator[Problem]:
+    """Yield everything that is wrong with delays, whatever the number of ranks."""
+    for index, spec in enumerate(specs):
+        path = f"megasdc.delay.{index}"
+        for field, text in (*step_problems(spec), *_parameter_problems(spec), *_value_problems(spec)):
+            yield Problem((f"{path}.{field}", f"{path}.kind"), f"{text}.")
+        if "path" in PARAMETERS_OF[spec.kind] and spec.path is not None and not Path(spec.path).is_file():
+            what = f"got {spec.path!r}, which is not a file; give one written with numpy.save."
+            yield Problem((f"{path}.path", f"{path}.kind"), what, of_host=True)
+
+
+def _parameter_problems(spec: DelaySpec) -> Iterator[Fault]:
+    for field in PARAMETERS_OF[spec.kind]:
+        if getattr(spec, field) is None:
+            yield field, f"missing; kind {spec.kind} needs it"
+    for field in _PARAMETERS:
+        if field not in PARAMETERS_OF[spec.kind] and getattr(spec, field) is not None:
+            readers = [kind for kind, names in PARAMETERS_OF.items() if field in names]
+            yield (
+                field,
+                f"got {getattr(spec, field)}, but kind {spec.kind} does not read it (only {', '.join(readers)}); "
+                "remove it",
+            )
+
+
+def _value_problems(spec: DelaySpec) -> Iterator[Fault]:
+    if spec.kind == "gamma":
+        for field in ("mean_s", "std_s"):
+            if getattr(spec, field) == 0:
+                yield field, "got 0.0; kind gamma needs more than 0"
+    if spec.slow_steps is not None and spec.period_steps is not None and spec.slow_steps > spec.period_steps:
+        yield "slow_steps", f"got {spec.slow_steps}, more than period_steps {spec.period_steps}; needed at most all"
+    if spec.preemptible and (spec.stage or spec.tensor_rank):
+        yield (
+            "preemptible",
+            f"got true with stage {spec.stage}, tensor_rank {spec.tensor_rank}; only tensor rank 0 of stage 0 decides "
+            "whether a micro-batch is started, so a delay on another rank cannot be cut short; remove it",
+        )
+
+
+PROFILE_FOLDER = Path(__file__).with_name("profiles")
+
+
+class NodeProfile(Section):
+    """One published node, and the assumptions made to simulate it."""
+
+    description: str = Field(..., description="Which node.")
+    source: str = Field(..., description="Where its figures were published.")
+    published: dict[str, float] = Field(..., description="The figures, by name.")
+    assumed: list[str] = Field(..., description="What is not published and was chosen, a sentence each.")
+    faults: list[FaultSpec] = Field(..., description="Faults that simulate it.")
+
+
+def profile_names() -> list[str]:
+    """Names of the package's profiles."""
+    return sorted(path.stem for path in PROFILE_FOLDER.glob("*.json"))
+
+
+def load_profile(name: str) -> NodeProfile:
+    """Read a profile by its name, or from a file whose path ends in ``.json``.
+
+    Raises:
+        ConfigError: there is no such profile, or the file is not a valid one.
+    """
+    own = name.endswith(".json")
+    if not own and name not in profile_names():
+        raise ConfigError(f"there is no node profile {name!r}; there are {', '.join(profile_names())}")
+    path = Path(name) if own else PROFILE_FOLDER / f"{name}.json"
+    raw, problems = read_json(path)
+    if problems:
+        raise ConfigError(problems, str(path))
+    try:
+        profile = NodeProfile.model_validate(raw)
+    except ValidationError as error:
+        texts = [
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}; got {json.dumps(item['input'], default=str)[:60]}"
+            for item in error.errors(include_url=False)
+        ]
+        raise ConfigError(texts, str(path)) from error
+    if nested := [index for index, spec in enumerate(profile.faults) if spec.profile is not None]:
+        raise ConfigError(f"faults.{nested[0]}.profile: a profile cannot name another", str(path))
+    return profile
+
+
+def expand_faults(faults: Iterable[FaultSpec]) -> list[FaultSpec]:
+    """Replace each entry that names a profile by the profile's faults, with the entry's ranks, steps and seed.
+
+    Raises:
+        ConfigError: as ``load_profile``.
+    """
+    expanded = []
+    for entry in faults:
+        if entry.profile is None:
+            expanded.append(entry)
+            continue
+        fields = FaultSpec.model_fields
+        said = {name: getattr(entry, name) for name in PLACE_FIELDS if getattr(entry, name) != fields[name].default}
+        expanded += [spec.model_copy(update=said) for spec in load_profile(entry.profile).faults]
+    return expanded

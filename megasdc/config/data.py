@@ -1,7 +1,4 @@
-"""Sections of the data: sources, tokenizer, and how tokens become samples.
-
-Contradictions in the settings of the data.
-"""
+"""Sections of the data: sources, tokenizer, and how tokens become samples; and their checks."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ from megasdc.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Problem,
     Section,
     section,
     setting,
 )
-from megasdc.config.problems.problem import Problem
 
 SampleRange = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 """[first, end)."""
