@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.attached.training import Protection, Training
-from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, Storage, find_place
+from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, Storage, find_place
 from megasdc.checkpoint.records import Record, read_record, write_record
 from megasdc.common.durable import END_S, wait_for_room, write_durably
 from megasdc.common.errors import CheckpointError

@@ -1,27 +1,56 @@
-"""Loading a checkpoint into an engine of the same layout: on all ranks or on none.
+"""Loading a checkpoint into an engine, on all ranks or on none: of the same layout, of another one, or a universal one.
 
 DeepSpeed's load (0.19.8) is not collective: a rank that cannot read its file raises after its parameters were changed
 while the others go on. So names, layout, data types, shapes and optimizer classes are compared first, and every file is
 opened once as a test; the ranks agree; only then is the engine changed, and they agree again.
+
+A universal checkpoint is treated alike. DeepSpeed's load of one (0.19) ends with a collective, which a rank that failed
+would never reach while the others wait; so that part is deferred until all ranks have reported success.
+
+Of a checkpoint of another layout each rank reads the parts of the states that it owns (``load_states``). Nothing is
+converted and nothing written. Weights are those of the masters, as DeepSpeed's load of a universal checkpoint has them;
+what it takes over besides is taken over here: moments, steps and settings of the optimizer's groups, loss scale,
+learning rate schedule and counters (DeepSpeed 0.19.8, ``DeepSpeedEngine._load_checkpoint`` and
+``load_hp_checkpoint_state_from_checkpoint_dir``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megasdc.checkpoint.allowlist import load_checked
-from megasdc.checkpoint.files import plain_path, rank_state_file
-from megasdc.checkpoint.manifest import Layout, read_shared_state
-from megasdc.checkpoint.places import CheckpointGroup, RankProblem, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.files import SHARD_FILES, plain_path, rank_state_file
+from megasdc.checkpoint.manifest import (
+    Layout,
+    Manifest,
+    UniversalManifest,
+    find_unknown,
+    read_shared_state,
+    read_universal_manifest,
+)
+from megasdc.checkpoint.ranks import (
+    CheckpointGroup,
+    FolderRanks,
+    RankProblem,
+    describe_error,
+    find_place,
+    raise_on_all_ranks,
+)
 from megasdc.checkpoint.resume import SelectedCheckpoint
-from megasdc.checkpoint.save import SavedState, describe_engine
-from megasdc.checkpoint.writer import describe_tensors
+from megasdc.checkpoint.save import SavedState, describe_engine, describe_tensors
+from megasdc.checkpoint.tensor_files import ExtentReader
+from megasdc.checkpoint.verify import check_share
+from megasdc.checkpoint.views import Copy, Piece, PieceError, Slot, States, locate_states
 from megasdc.common.errors import CheckpointError
+from megasdc.model.sharding import Split, take_shard, torch_name
+from megasdc.optim.zero1 import Fragment, owned_fragments
 from megasdc.parallel.dims import ParallelDims
 
 
@@ -68,7 +97,7 @@ def load_checkpoint(
         shared_state = read_shared_state(chosen.path)
         check(shared_state)
         expected = expected_files(engine, chosen.path, place.rank)
-        _compare(engine, chosen, dims, expected)
+        _compare_files(engine, chosen, dims, expected)
         for name in expected:
             load_checked(chosen.path / name, mmap=True)
         rank_state = load_checked(chosen.path / rank_state_file(place.rank))
@@ -101,7 +130,7 @@ def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, 
     return files
 
 
-def _compare(
+def _compare_files(
     engine: Any, chosen: SelectedCheckpoint, dims: ParallelDims, expected: dict[str, dict[str, str] | None]
 ) -> None:
     """Compare the engine with the manifest; CheckpointError with both values if they differ."""
@@ -199,3 +228,286 @@ def _own_memory(optimizer: torch.optim.Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 state[name] = value.clone()
+
+
+@dataclass(frozen=True)
+class OpenUniversal:
+    """A universal checkpoint that was verified.
+
+    Attributes:
+        shared_state: the shared state of the checkpoint that it was made from.
+        place: which ranks share the folder.
+    """
+
+    path: Path
+    manifest: UniversalManifest
+    shared_state: dict[str, Any]
+    place: FolderRanks
+
+
+def open_universal(folder: Path | str, ranks: CheckpointGroup, *, verify: bool = True) -> OpenUniversal:
+    """Verify a universal checkpoint; the ranks that share the folder divide the files among them.
+
+    Args:
+        folder: the universal checkpoint; with ``node_local`` storage each node needs a copy.
+        verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
+
+    Raises:
+        CheckpointError: a file is missing, changed or refused; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    path, place = Path(folder), find_place(ranks)
+    manifest: UniversalManifest | None = None
+    shared_state: dict[str, Any] = {}
+    problems: list[str] = []
+    try:
+        manifest = read_universal_manifest(path)
+        if place.leader:
+            problems += find_unknown(path, manifest)
+        problems += check_share(path, manifest, manifest.files, place, checksums=verify)
+        shared_state = read_shared_state(path)
+    except (CheckpointError, ValueError, OSError) as error:
+        problems.append(str(error))
+    answers = place.gather((manifest.conversion_id if manifest else None, problems))
+    everybody = list(dict.fromkeys(line for _, lines in answers for line in lines))
+    if not everybody and len({identity for identity, _ in answers}) > 1:
+        everybody.append("the nodes hold different conversions of it")
+    if everybody:
+        shown = "\n".join(f"  - {line}" for line in everybody[:10])
+        # Without a manifest it may be another kind of folder, which the problem names.
+        remedy = "\nMake it again with megasdc convert-checkpoint." if any(made for made, _ in answers) else ""
+        raise CheckpointError(f"{path} cannot be used, nothing was changed:\n{shown}{remedy}")
+    assert manifest is not None, "a checkpoint without problems has a manifest"
+    return OpenUniversal(path, manifest, shared_state, place)
+
+
+def load_universal(engine: Any, found: OpenUniversal) -> None:
+    """Load weights, moments, learning rate schedule and counters into an engine of the same model.
+
+    Later saves and loads use the engine's own layout.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, optimizer or an incompatible precision, or cannot be
+            loaded; on all ranks, and before any parameter was changed unless the message says otherwise.
+
+    Collective: all ranks of the world.
+    Sync: waits for the device.
+    """
+    problem: RankProblem | None = None
+    try:
+        _compare_universal(engine, found)
+    except CheckpointError as error:
+        problem = RankProblem(str(error), storage=False)
+    raise_on_all_ranks(problem, found.place, f"{found.path} cannot be loaded, nothing was changed")
+    with _universal_load(engine) as finish:
+        problem, _ = load_engine(engine, found.path, found.manifest.engine.get("global_steps"))
+        raise_on_all_ranks(problem, found.place, f"{found.path} was loaded in part, the engine must not be used")
+        place_steps(engine.optimizer.optimizer)
+        finish()  # a collective; all ranks reach it, since all agreed above
+
+
+@contextmanager
+def _universal_load(engine: Any) -> Iterator[Any]:
+    """Switch DeepSpeed to universal checkpoints for one load; yields its last collective, which is deferred.
+
+    It copies master weights into the model. ``load_universal_checkpoint`` reads the switch from the configuration at
+    every call.
+    """
+    settings, optimizer = engine._config, engine.optimizer
+    before, finish = settings.load_universal_checkpoint, optimizer.update_lp_params
+    settings.load_universal_checkpoint = True
+    optimizer.update_lp_params = lambda: None
+    try:
+        yield finish
+    finally:
+        settings.load_universal_checkpoint = before
+        del optimizer.update_lp_params  # uncovers the method of the class
+
+
+def place_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Move step counters to the device for torch's fused and capturable optimizers, as their own load does."""
+    for group in optimizer.param_groups:
+        if not (group.get("fused") or group.get("capturable")):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if "step" in state:
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(parameter.device)
+
+
+def _compare_universal(engine: Any, found: OpenUniversal) -> None:
+    """Compare the engine with the manifest; CheckpointError with both values if they differ.
+
+    All ranks find the same, except for this rank's own parameters.
+
+    Collective: all ranks.
+    """
+    manifest, shapes = found.manifest, full_shapes(engine)
+    here = {name for names in found.place.gather(sorted(shapes)) for name in names}
+    compare_engine(engine, manifest.engine, ("num_layers", "inner_optimizer", "num_param_groups"))
+    for name in sorted(here ^ manifest.parameters.keys()):
+        where = "this run does not have" if name in manifest.parameters else "only this run has"
+        raise CheckpointError(f"it is of another model: parameter {name}, which {where}")
+    for name, shape in shapes.items():
+        if shape != manifest.parameters[name]:
+            raise CheckpointError(
+                f"it is of another model: saved {name} is {manifest.parameters[name]}, this run's is {shape}"
+            )
+    if (manifest.precision == "fp16") != bool(engine.fp16_enabled()):
+        raise CheckpointError(
+            f"it was saved in {manifest.precision}, and a loss scale cannot be carried over between fp16 and other "
+            "precisions; fp32 and bf16 can follow each other"
+        )
+    _check_partitions(engine.optimizer)
+
+
+def full_shapes(engine: Any) -> dict[str, list[int]]:
+    """Unsharded shapes of this stage's parameters, by name."""
+    shapes = {}
+    for name, parameter in engine.module.named_parameters():
+        shape = list(parameter.shape)
+        if getattr(parameter, "tensor_model_parallel", False):
+            shape[parameter.partition_dim] *= engine.dims.tensor
+        shapes[name] = shape
+    return shapes
+
+
+def _check_partitions(optimizer: Any) -> None:
+    """Refuse a replica that owns only padding of a parameter group, which DeepSpeed 0.19 cannot load."""
+    groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
+    for index, parameters in enumerate(groups):
+        if all(parameter._hp_mapping is None for parameter in parameters):
+            raise CheckpointError(
+                f"with so many replicas this one owns no element of parameter group {index}, which DeepSpeed cannot "
+                "load; use fewer replicas"
+            )
+
+
+MOMENTS: tuple[Slot, ...] = ("exp_avg", "exp_avg_sq")
+
+
+def load_states(engine: Any, path: Path, manifest: Manifest, precision: str, place: FolderRanks) -> None:
+    """Load weights, moments, learning rate schedule and counters into an engine of the same model.
+
+    Args:
+        path: folder of the checkpoint, with the files at least that this rank reads (``formats.shard_sizes``).
+        precision: of the run that saved it.
+
+    Raises:
+        CheckpointError: it is of another model, optimizer or an incompatible precision, or cannot be read; on all
+            ranks, and before anything was changed.
+        LoadedInPartError: it could be read in part alone; on all ranks.
+
+    Collective: all ranks of the world.
+    Sync: waits for the device.
+    """
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    here = {name for some in place.gather(sorted(names.values())) for name in some}
+    states: States | None = None
+    problem: RankProblem | None = None
+    try:
+        states = locate_states(path, set(names.values()))
+        _compare_states(engine, manifest, states, here, precision)
+    except (CheckpointError, OSError) as error:
+        problem = replace(describe_error(error, f"read {path}"), storage=False)
+    raise_on_all_ranks(problem, place, f"{path} cannot be loaded, nothing was changed")
+    assert states is not None, "all ranks have located theirs"
+    try:
+        with torch.no_grad(), ExtentReader() as reader:
+            for fragment in owned_fragments(engine.optimizer):
+                _fill(engine, fragment, states, manifest, names[id(fragment.parameter)], reader)
+        _restore_rest(engine, path, states)
+    except (CheckpointError, PieceError, OSError, KeyError) as error:
+        problem = replace(describe_error(error, f"read {path}"), storage=False)
+    try:
+        raise_on_all_ranks(problem, place, f"{path} was loaded in part, the engine must not be used")
+    except CheckpointError as error:
+        raise LoadedInPartError(str(error)) from error
+    engine.optimizer.update_lp_params()  # a collective, which all ranks reach
+
+
+def _compare_states(engine: Any, manifest: Manifest, states: States, here: set[str], precision: str) -> None:
+    """Compare the engine with the checkpoint; CheckpointError with both values if they differ."""
+    compare_engine(engine, manifest.engine, ("num_layers", "inner_optimizer", "num_param_groups"))
+    for name in sorted(here ^ states.shapes.keys()):
+        where = "this run does not have" if name in states.shapes else "only this run has"
+        raise CheckpointError(f"it is of another model: parameter {name}, which {where}")
+    for name, shape in full_shapes(engine).items():
+        if shape != states.shapes[name]:
+            raise CheckpointError(
+                f"it is of another model: saved {name} is {states.shapes[name]}, this run's is {shape}"
+            )
+    if (precision == "fp16") != bool(engine.fp16_enabled()):
+        raise CheckpointError(
+            f"it was saved in {precision}, and a loss scale cannot be carried over between fp16 and other precisions; "
+            "fp32 and bf16 can follow each other"
+        )
+
+
+def _fill(engine: Any, fragment: Fragment, states: States, manifest: Manifest, name: str, reader: ExtentReader) -> None:
+    """Read a fragment's master weights and moments; state that the optimizer does not have yet is made."""
+    state = engine.optimizer.optimizer.state[fragment.flat]
+    targets: dict[Slot, Tensor] = {"master": fragment.master}
+    for slot in MOMENTS:
+        if slot not in state:
+            state[slot] = torch.zeros_like(fragment.flat)
+        targets[slot] = state[slot].narrow(0, fragment.start, fragment.numel)
+    for slot, target in targets.items():
+        copies = states.copies[torch_name(name), slot]
+        values = _read(copies, manifest, engine, fragment, reader)
+        target.copy_(values)
+
+
+def _read(copies: list[Copy], manifest: Manifest, engine: Any, fragment: Fragment, reader: ExtentReader) -> Tensor:
+    """A fragment's values of one state, [numel], fp32, on the host."""
+    dims, tensor = engine.dims, manifest.layout.tensor
+    stages = len(copies) // (tensor if copies[0].split is Split.REPLICATED else 1)
+    of_stage = copies[-len(copies) // stages :] if dims.is_last_stage else copies  # a tied one is in two stages
+    if tensor != dims.tensor:
+        whole = of_stage[0].read()
+        shard = take_shard(whole, of_stage[0].split, dims.tensor, dims.tp_rank).reshape(-1)
+        return shard[fragment.offset : fragment.offset + fragment.numel]
+    if of_stage[0].split is Split.REPLICATED:
+        pieces = of_stage[dims.tp_rank].shards[0]
+    else:
+        pieces = of_stage[0].shards[dims.tp_rank]
+    values = torch.empty(fragment.numel, dtype=torch.float32)
+    _read_run(pieces, fragment.offset, values, reader)
+    return values
+
+
+def _read_run(pieces: Sequence[Piece], start: int, out: Tensor, reader: ExtentReader) -> None:
+    """Read elements of a run of pieces, from ``start`` on, into ``out``; only pieces that hold some are opened."""
+    place = 0
+    for piece in pieces:
+        first, end = max(start, place), min(start + out.numel(), place + piece.numel)
+        if first < end:
+            if piece.holds:
+                raise CheckpointError(f"{piece.file} claims to hold {piece.holds}")
+            source, part = piece.find(), out[first - start : end - start]
+            if isinstance(source, Tensor):
+                part.copy_(source[first - place : end - place])
+            else:
+                reader.read(source, first - place, part)
+        place += piece.numel
+
+
+def _restore_rest(engine: Any, path: Path, states: States) -> None:
+    """Restore what is no tensor of the model: steps, settings of groups, loss scale, schedule, counters."""
+    optimizer = engine.optimizer
+    saved = states.files.load(sorted(path.glob(SHARD_FILES))[0])["optimizer_state_dict"]
+    base = saved["base_optimizer_state"]
+    optimizer._load_global_state(saved)
+    for index, group in enumerate(optimizer.optimizer.param_groups):
+        group.update({key: value for key, value in base["param_groups"][index].items() if key != "params"})
+        of_group = optimizer.optimizer.state[group["params"][0]]
+        for key, value in base["state"][index].items():
+            if key not in MOMENTS:
+                of_group[key] = value.clone() if isinstance(value, Tensor) else value
+        for slot in MOMENTS:  # also where this rank owns only padding
+            of_group.setdefault(slot, torch.zeros_like(group["params"][0]))
+    place_steps(optimizer.optimizer)
+    engine.lr_scheduler.load_state_dict(states.stage["lr_scheduler"])
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, states.stage[name])

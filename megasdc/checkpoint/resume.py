@@ -1,32 +1,36 @@
 """Choice of the checkpoint to resume from: the newest that is complete on every node; all ranks agree on it.
 
-After corruption only verified ones count; see ``megasdc.checkpoint.verification_marks``. One whose state holds NaN or
-Inf is taken only where there is no other.
+After corruption only verified ones count; see ``megasdc.checkpoint.verify``. One whose state holds NaN or Inf is taken
+only where there is no other.
 
 Every rank reads the manifest in the folder that it sees and checks a share of the files; the answers are gathered, so
 that all ranks make the same choice. DeepSpeed itself would load some damaged checkpoints silently, and others on some
 ranks only.
+
+``quarantine`` moves aside checkpoints that a resume passed over and that are not of the run's past any more: they are
+not verified after corruption, or newer than the run goes back to. Left in place, a later resume or audit would take
+them for the run's own. They are kept for an investigation until someone deletes them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
-from megasdc.checkpoint.checks import (
-    check_file,
-    check_identity,
-    check_share,
-    find_incomplete,
-    find_unexpected,
-    needed_files,
-    share_of,
+from megasdc.checkpoint.files import (
+    LATEST_FILE,
+    list_replaced,
+    list_steps,
+    rank_state_file,
+    remove_leftovers,
+    step_folder,
 )
-from megasdc.checkpoint.files import list_replaced, list_steps, rank_state_file, remove_leftovers, step_folder
 from megasdc.checkpoint.manifest import Layout, Manifest, find_wrong_place, has_marker, read_manifest, read_shared_state
-from megasdc.checkpoint.places import (
+from megasdc.checkpoint.ranks import (
     CheckpointGroup,
     FolderRanks,
     RankProblem,
@@ -34,7 +38,19 @@ from megasdc.checkpoint.places import (
     find_place,
     raise_on_all_ranks,
 )
-from megasdc.checkpoint.verification_marks import find_corruption, list_verified
+from megasdc.checkpoint.verify import (
+    check_file,
+    check_identity,
+    check_share,
+    clear_corruption,
+    find_corruption,
+    find_incomplete,
+    find_unexpected,
+    list_verified,
+    needed_files,
+    share_of,
+)
+from megasdc.common.durable import rename_durably, write_durably
 from megasdc.common.errors import CheckpointError
 from megasdc.common.program import report_bytes
 from megasdc.parallel.dims import ParallelDims
@@ -313,3 +329,82 @@ def _check_share(folder: Path, manifest: Manifest, place: FolderRanks, verify: b
     for record in needed:
         problems += check_file(folder, record, manifest, checksums=verify, progress=progress)
     return problems + check_share(folder, manifest, others, place, checksums=verify, progress=progress)
+
+
+ASIDE_FOLDER = "unverified"
+
+
+def quarantine(
+    folder: Path | str, chosen: SelectedCheckpoint | NoneUsableError | None, ranks: CheckpointGroup
+) -> list[int]:
+    """Move the candidates that a resume passed over aside, then clear the corruption mark.
+
+    If the process dies in between, the mark is still there and the next resume finishes.
+
+    Args:
+        chosen: what ``find_checkpoint`` returned and was loaded, or raised where the run goes on all the same; None:
+            there was no checkpoint.
+
+    Returns:
+        Steps that were moved, on any node.
+
+    Raises:
+        StorageError: a folder cannot be renamed or the mark not removed; on all ranks.
+
+    Collective: all ranks of the world.
+    """
+    path, place = Path(folder), find_place(ranks)
+    moved: list[tuple[int, str]] = []
+    problem: RankProblem | None = None
+    if place.leader and chosen is not None and chosen.candidates:
+        try:
+            moved = move_aside(path, chosen.candidates)
+            if isinstance(chosen, SelectedCheckpoint):
+                write_durably(path / LATEST_FILE, chosen.path.name + "\n")
+            else:
+                (path / LATEST_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            problem = describe_error(error, f"move candidates in {path} aside")
+    raise_on_all_ranks(problem, place, "skipped candidates stay in the folder")
+    cleared = False
+    if place.leader and (chosen is None or chosen.verified_only):
+        try:
+            cleared = clear_corruption(path)
+        except OSError as error:
+            problem = describe_error(error, f"remove the corruption mark in {path}")
+    raise_on_all_ranks(problem, place, "the corruption mark stays")
+    answers = place.gather((moved, cleared))
+    where = dict(chain.from_iterable(names for names, _ in answers))
+    if place.rank == 0:
+        _tell_moved(path, where, {} if chosen is None else chosen.skipped, any(gone for _, gone in answers), place)
+    return sorted(where)
+
+
+def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
+    """Move checkpoints into ``folder/unverified``, or ``unverified_2`` and so on if it already has one of these steps.
+
+    Steps that have no checkpoint are ignored. Returns each step moved, with its new path relative to the folder.
+    """
+    there = [step for step in steps if (folder / step_folder(step)).exists()]
+    if not there:
+        return []
+    names = chain([ASIDE_FOLDER], (f"{ASIDE_FOLDER}_{number}" for number in count(2)))
+    target = next(
+        folder / name for name in names if not any((folder / name / step_folder(step)).exists() for step in there)
+    )
+    target.mkdir(exist_ok=True)
+    for step in there:
+        rename_durably(folder / step_folder(step), target / step_folder(step))
+    return [(step, f"{target.name}/{step_folder(step)}") for step in there]
+
+
+def _tell_moved(
+    path: Path, moved: dict[int, str], why: dict[int, list[str]], cleared: bool, place: FolderRanks
+) -> None:
+    """Log and events of rank 0."""
+    for step, name in sorted(moved.items()):
+        logger.warning("the checkpoint of step %d is now %s; delete it when you no longer need it", step, path / name)
+        place.emit("move", "checkpoint", step=step, path=str(path / name), reason="; ".join(why[step]))
+    if cleared:
+        logger.info("the corruption mark in %s is removed: no candidate from before is left", path)
+        place.emit("clear", "corruption_mark", path=str(path))

@@ -4,6 +4,14 @@ All files go into a folder with a temporary name. When every rank has reported t
 manifest is written and one rename gives the folder its final name; only then is ``latest`` updated and are old
 checkpoints deleted. With node-local storage each node renames its own folder, and after all have, each gets a marker: a
 checkpoint without it does not count. Any failure is reported to all ranks and removes the temporary folder.
+
+``RecordingWriter`` wraps DeepSpeed's file writer: ``engine.save_checkpoint`` (0.19.8) waits for all ranks at its end. A
+rank whose write fails must reach that barrier, or the others wait until their timeout; so the wrapper stores the first
+error instead of raising it, and writes nothing after it. It also records which files the rank has written, and waits
+until each is on the disk.
+
+``Retention``: the newest few, every k-th step, and the newest that a run can go back to are kept. One that is being
+archived is deleted after a later save; see ``held_for_reading``.
 """
 
 from __future__ import annotations
@@ -13,16 +21,21 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from megasdc.checkpoint.allowlist import check_pickle
 from megasdc.checkpoint.files import (
     LATEST_FILE,
     FencedError,
     delete_folder,
+    delete_unheld,
+    layer_of,
     rank_state_file,
     step_folder,
 )
@@ -30,18 +43,22 @@ from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
     SHARED_STATE_FILE,
     FileRecord,
+    KnownState,
     Layout,
     Manifest,
     describe_file,
     find_wrong_place,
     has_marker,
     installed_versions,
+    list_continued,
+    list_sound,
+    read_complete,
     read_manifest,
     sorted_records,
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.places import (
+from megasdc.checkpoint.ranks import (
     CheckpointGroup,
     FolderRanks,
     RankProblem,
@@ -49,12 +66,11 @@ from megasdc.checkpoint.places import (
     find_place,
     raise_on_all_ranks,
 )
-from megasdc.checkpoint.retention import Retention, apply_retention
-from megasdc.checkpoint.verification_marks import list_verified
-from megasdc.checkpoint.writer import RecordingWriter, wrapped_writer
-from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, write_durably
+from megasdc.checkpoint.verify import list_verified
+from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, sync_path, write_durably
 from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.parallel.dims import ParallelDims
+from megasdc.tensors.bits import are_finite, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -430,3 +446,166 @@ def describe_engine(engine: Any) -> dict[str, Any]:
         "num_layers": len(engine.module._layer_specs),
         "global_steps": int(engine.global_steps),
     }
+
+
+Writer = TypeVar("Writer")
+
+
+class RecordingWriter:
+    """Replaces DeepSpeed's checkpoint engine during one save; ``problem`` is its first error.
+
+    ``written``: by path, data types and shapes for files of layers, None for other files; ``not_finite``: names of
+    those with NaN or Inf in a tensor.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.problem: RankProblem | None = None
+        self.written: dict[Path, dict[str, str] | None] = {}
+        self.not_finite: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Create a folder, or store the error."""
+        if self.problem is None:
+            try:
+                self._inner.makedirs(path, exist_ok=exist_ok)
+            except OSError as error:
+                self.problem = describe_error(error, f"create {path}")
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Write one file and wait for the disk, or store the error; after an error nothing is written."""
+        if self.problem is not None:
+            return
+        target = Path(path)
+        try:
+            self._inner.save(with_plain_stage(state_dict), path)
+            sync_path(target)
+            if not are_finite(state_tensors(state_dict)):
+                self.not_finite.append(target.name)
+        except Exception as error:  # whatever it is, this rank must reach the barrier and report it
+            self.problem = describe_error(error, f"write {target}")
+            return
+        self.written[target] = describe_tensors(state_dict) if layer_of(target.name) is not None else None
+
+
+def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same state with the ZeRO stage as a number.
+
+    DeepSpeed saves it as an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of ``getattr``, which the load
+    into an engine refuses.
+    """
+    optimizer = state_dict.get("optimizer_state_dict")
+    if not isinstance(optimizer, dict) or not isinstance(stage := optimizer.get("zero_stage"), Enum):
+        return state_dict
+    return {**state_dict, "optimizer_state_dict": {**optimizer, "zero_stage": stage.value}}
+
+
+def state_tensors(state: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a state, in dicts, lists and tuples of any depth."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from state_tensors(value)
+
+
+def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
+    """Data type and shape of each tensor of a state dict, such as ``float32[64, 64]``."""
+    return {
+        name: f"{dtype_name(value.dtype)}{list(value.shape)}"
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@contextlib.contextmanager
+def wrapped_writer(engine: Any, writer: Writer, writes_model: bool, *, every_node: bool) -> Iterator[Writer]:
+    """Context that installs a writer in a PipelineEngine instead of DeepSpeed's and removes it again.
+
+    DeepSpeed writes the weights on the first replica only. With node-local storage (``every_node``), the first rank of
+    each stage and tensor rank on a node is made to write them too: ``save_non_zero_checkpoint`` opens the file of the
+    stage, and the grid's ``data_parallel_id`` the files of its layers. Its two recovery scripts are not copied: they
+    cannot read checkpoints of a pipeline engine.
+    """
+    grid, module = engine.grid, engine.module
+    before = (engine.checkpoint_engine, engine.save_non_zero_checkpoint, grid.data_parallel_id)
+    parallel_write = module.checkpoint_parallel_write_pipeline
+    engine.checkpoint_engine = writer
+    engine._copy_recovery_script = lambda save_path: None
+    if every_node:
+        engine.save_non_zero_checkpoint = writes_model
+        module.checkpoint_parallel_write_pipeline = False
+        grid.data_parallel_id = 0 if writes_model else 1
+    try:
+        yield writer
+    finally:
+        engine.checkpoint_engine, engine.save_non_zero_checkpoint, grid.data_parallel_id = before
+        module.checkpoint_parallel_write_pipeline = parallel_write
+        del engine._copy_recovery_script  # uncovers the method of the class
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Rules by which checkpoints are kept.
+
+    Attributes:
+        last: the newest, and of those without NaN, Inf and wrong place in the data the newest, the newest verified one,
+            and the newest from which a finite step was taken; 0: all.
+        every: those whose step is a multiple too; 0: none.
+    """
+
+    last: int = 0
+    every: int = 0
+
+
+def plan_retention(
+    steps: Iterable[int], newest: int, keep_last: int, keep_every: int, *newest_of: Collection[int]
+) -> list[int]:
+    """Steps of complete checkpoints to delete, ascending; ``newest``, just saved, and later ones are never deleted.
+
+    ``keep_last`` are kept, including ``newest`` (0: all), those whose step is a multiple of ``keep_every`` (0: none),
+    and the newest of each collection in ``newest_of``.
+    """
+    if keep_last == 0:
+        return []
+    past = sorted(step for step in steps if step <= newest)
+    kept = {newest, *past[-keep_last:]}
+    for those in newest_of:
+        kept.update([step for step in past if step in those][-1:])
+    return [step for step in past if step not in kept and not (keep_every and step % keep_every == 0)]
+
+
+def list_due(folder: Path, newest: int, keep: Retention, verified: Collection[int] = ()) -> list[int]:
+    """Steps of a folder's checkpoints that need not be kept; incomplete ones are neither counted nor listed.
+
+    ``verified`` comes from the marks of all nodes, so that all keep the same.
+    """
+    if keep.last == 0:
+        return []
+    past = {step: manifest for step, manifest in read_complete(folder).items() if step <= newest}
+    return plan_retention(past, newest, keep.last, keep.every, *worth_keeping(past, verified))
+
+
+def worth_keeping(known: Mapping[int, KnownState], verified: Collection[int] = ()) -> tuple[Collection[int], ...]:
+    """Steps of which the newest is never deleted: sound and verified, sound, sound and a finite step followed."""
+    sound = list_sound(known)
+    return [step for step in sound if step in verified], sound, list_continued(known)
+
+
+def apply_retention(
+    folder: Path, newest: int, keep: Retention, verified: Collection[int] = ()
+) -> tuple[list[int], list[str]]:
+    """Delete the checkpoints of ``list_due``.
+
+    Returns the steps deleted, and one line for each that could not be deleted.
+    """
+    deleted, failed = [], []
+    for step in list_due(folder, newest, keep, verified):
+        if problem := delete_unheld(folder / step_folder(step)):
+            failed.append(problem)
+        else:
+            deleted.append(step)
+    return deleted, failed

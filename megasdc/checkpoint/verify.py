@@ -1,30 +1,46 @@
-"""Verification of a checkpoint's files on this machine, without an engine or a process group."""
+"""Which checkpoints may be trusted: their files compared with the manifest, and the marks of audits and of corruption.
+
+Files are checked without an engine, by the ranks that share a folder (``check_share``) or on this machine alone
+(``verify_checkpoint``).
+
+A checkpoint is a candidate until an audit of a later step agrees on all ranks, with finite loss and gradient norm; then
+it is verified, if its own state was found to be finite when it was saved, and its place in the data to follow from its
+steps: the ranks that saved it still computed the same. What was saved with a host that takes no part in the audit, or
+with fewer ranks, stays a candidate. The mark is a file in the checkpoint's folder with its ``save_id``, so that a new
+save of the same step is a candidate again. A run that ends because of corruption writes
+``corruption.json`` beside the checkpoints. Neither mark is a file of the checkpoint: the manifest does not name them.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from megasdc.checkpoint.checks import (
-    check_file,
-    check_identity,
-    deleted_while_read,
-    find_incomplete,
-    find_missing,
-    find_unexpected,
-)
+from megasdc.checkpoint.allowlist import check_pickle
 from megasdc.checkpoint.files import (
     CHECKPOINT,
+    MANIFEST_FILE,
     UNIVERSAL,
     UNIVERSAL_STEP,
     explain_folder,
+    hash_file,
     is_universal,
     kind_of,
+    layer_file,
+    layer_of,
     list_steps,
     list_universal,
+    rank_state_file,
+    shard_files,
+    stage_file,
+    stage_number,
     step_folder,
 )
 from megasdc.checkpoint.manifest import (
@@ -33,13 +49,179 @@ from megasdc.checkpoint.manifest import (
     UniversalManifest,
     find_unknown,
     has_marker,
+    list_continued,
+    read_complete,
     read_manifest,
     read_other_nodes,
     read_universal_manifest,
 )
-from megasdc.checkpoint.verification_marks import Standing, find_standing
-from megasdc.common.errors import CheckpointError
+from megasdc.checkpoint.ranks import FolderRanks
+from megasdc.checkpoint.records import Record, read_record, record_text, write_record
+from megasdc.common.durable import END_S, wait_for_room, write_whole
+from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.common.program import bytes_bar
+from megasdc.events import EventLog
+
+
+class HasFiles(Protocol):
+    """A manifest of any kind."""
+
+    @property
+    def files(self) -> list[FileRecord]:
+        """Its files."""
+        ...
+
+
+def check_file(
+    folder: Path,
+    record: FileRecord,
+    manifest: HasFiles,
+    *,
+    checksums: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Compare one file with its record, and its pickle with the allow-list; the problems, each starting with its name.
+
+    Without ``checksums`` only size and pickle are checked. ``manifest`` is searched for another file with the same
+    content; ``progress`` gets the bytes of each piece read.
+    """
+    path = folder / record.name
+    try:
+        size = path.stat().st_size
+        if size != record.size_bytes:
+            state = "truncated" if size < record.size_bytes else "too long"
+            return [f"{record.name} is {state}: {size} bytes, written were {record.size_bytes}"]
+        if checksums and (found := hash_file(path, progress)) != record.xxh3_128:
+            same = [other.name for other in manifest.files if other.xxh3_128 == found]
+            detail = f"it has the content of {same[0]}" if same else f"checksum {found}, written was {record.xxh3_128}"
+            return [f"{record.name} was changed: {detail}"]
+        if path.suffix == ".pt":
+            check_pickle(path)
+    except FileNotFoundError:
+        return [f"{record.name} is missing"]
+    except OSError as error:
+        return [f"{record.name} cannot be read: {error}"]
+    except CheckpointError as error:
+        return [f"{record.name} is refused: {error}"]
+    return []
+
+
+def check_share(
+    folder: Path,
+    manifest: HasFiles,
+    files: Sequence[FileRecord],
+    place: FolderRanks,
+    *,
+    checksums: bool,
+    progress: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Check those of some files that fall to this rank when the ranks of a folder divide them by size.
+
+    See ``check_file``.
+    """
+    return [
+        problem
+        for record in share_of(files, place)
+        for problem in check_file(folder, record, manifest, checksums=checksums, progress=progress)
+    ]
+
+
+def share_of(files: Sequence[FileRecord], place: FolderRanks) -> list[FileRecord]:
+    """Files that fall to this rank when the ranks of a folder divide them by size."""
+    by_size = sorted(files, key=lambda record: (-record.size_bytes, record.name))
+    return [by_size[index] for index in place.share(len(by_size))]
+
+
+def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
+    """Problems: ``.pt`` files that the manifest does not name.
+
+    DeepSpeed finds files by pattern, so an extra one changes which it opens.
+    """
+    known = {record.name for record in manifest.files}
+    return [
+        f"{path.name} is not in the manifest: it does not belong to this checkpoint"
+        for path in sorted(folder.glob("*.pt"))
+        if path.name not in known
+    ]
+
+
+def find_incomplete(manifest: Manifest) -> list[str]:
+    """Problems: files that ranks of this folder (all, or a node's) need and that the manifest does not name."""
+    ranks = manifest.nodes.get(manifest.node, []) if manifest.node is not None else range(manifest.world_size)
+    needed: dict[str, int] = {}
+    for rank in ranks:
+        for name in needed_files(manifest, rank):
+            needed.setdefault(name, rank)
+    names = manifest.by_name()
+    return [
+        f"{name}, which rank {rank} needs, is not in manifest.json: the checkpoint is not complete"
+        for name, rank in needed.items()
+        if name not in names
+    ]
+
+
+def needed_files(manifest: Manifest, rank: int) -> list[str]:
+    """Files that a rank of the layout that saved loads: of its stage, its shard, its own state, its layers."""
+    dims, names = manifest.layout.dims(rank), manifest.by_name()
+    shards = shard_files(dims)
+    shard = next((name for name in shards if name in names), shards[0])
+    writers = {layer: record.rank for name, record in names.items() if (layer := layer_of(name)) is not None}
+    layers = [layer for layer, writer in writers.items() if manifest.layout.dims(writer).pp_rank == dims.pp_rank]
+    return [
+        *(stage_file(stage_number(dims)), shard, rank_state_file(rank)),
+        *(layer_file(layer, dims.tp_rank) for layer in layers),
+    ]
+
+
+def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]:
+    """Problems: ranks whose files are not among ``names``, those known here, with what to copy from which node."""
+    node_of = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
+    lacking: dict[str, list[str]] = {}
+    for rank in range(manifest.world_size):
+        dims = manifest.layout.dims(rank)
+        shards = shard_files(dims)
+        if stage_file(stage_number(dims)) not in names or names.isdisjoint(shards):
+            lacking.setdefault(node_of[rank], []).append(shards[0])
+    return [
+        f"{folder} lacks the files of node {node} ({', '.join(shards[:2])}{', ...' if len(shards) > 2 else ''}): copy "
+        f"the .pt files of its folder {folder.name} here, and its manifest.json as manifest.{node}.json"
+        for node, shards in sorted(lacking.items())
+    ]
+
+
+def check_identity(folder: Path, manifest: Manifest) -> list[str]:
+    """Problems: the manifest is that of another folder."""
+    expected = f"step_{manifest.step:08d}"
+    if folder.name != expected:
+        return [f"manifest.json is of {expected}, the folder is {folder.name}: files of two checkpoints are mixed"]
+    return []
+
+
+def deleted_while_read(folder: Path) -> str:
+    """The message for a checkpoint that no longer exists."""
+    return (
+        f"{folder} was deleted or replaced while it was read, as a run does that keeps only its newest checkpoints; "
+        "name a newer one, or let the run keep more with megasdc.checkpoint.keep_last or keep_every"
+    )
+
+
+@contextmanager
+def reading(folder: Path, save_id: str) -> Iterator[None]:
+    """Context that turns an error in the block into a CheckpointError if the checkpoint was deleted meanwhile."""
+    try:
+        yield
+    except (OSError, MegasdcError) as error:
+        if _is_there(folder, save_id):
+            raise
+        raise CheckpointError(deleted_while_read(folder)) from error
+
+
+def _is_there(folder: Path, save_id: str) -> bool:
+    try:
+        return (folder / MANIFEST_FILE).exists() and read_manifest(folder).save_id == save_id
+    except CheckpointError:
+        return True  # damaged, not deleted
+
 
 CHECKED, NOT_ASKED = "checked", "not requested"
 
@@ -199,3 +381,261 @@ def read_source(folder: Path, *, progress: bool = False) -> tuple[ConvertibleChe
     expected = {f"{name} is not in the manifest: it does not belong to this checkpoint" for name in records}
     problems = [problem for problem in problems if problem not in expected]
     return ConvertibleCheckpoint(folder, manifest, records), problems + find_missing(folder, manifest, set(records))
+
+
+VERIFIED_FILE = "verified.json"
+CORRUPTION_FILE = "corruption.json"
+_VERSION = 1
+
+logger = logging.getLogger(__name__)
+
+
+class VerifiedMark(Record):
+    """Mark of a verified checkpoint: the later audit of ``audit_step`` agreed; ``time``: seconds since the epoch."""
+
+    format_version: int
+    save_id: str
+    step: int
+    audit_step: int
+    time: float
+
+
+class CorruptionMark(Record):
+    """Mark of a run that ended because of corruption; kept until a resume from a verified checkpoint.
+
+    ``step``: where corruption was found; ``incident``: path of the report; ``time``: seconds since the epoch.
+    """
+
+    format_version: int
+    step: int
+    incident: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Whether a checkpoint is verified, in a folder where audits are in use.
+
+    Attributes:
+        verified: whether a later audit agreed.
+        audit_step: step of that audit; None for a candidate.
+        problem: why its mark is not valid; None: valid, or no mark.
+    """
+
+    verified: bool
+    audit_step: int | None = None
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        if self.verified:
+            return f"verified by the audit of step {self.audit_step}"
+        return "candidate, no audit has agreed after it" + (f" ({self.problem})" if self.problem else "")
+
+
+def read_mark(folder: Path | str) -> VerifiedMark | None:
+    """Read the mark of a checkpoint; None: it is a candidate. CheckpointError if it is damaged or of another save."""
+    path = Path(folder) / VERIFIED_FILE
+    try:
+        if not path.exists():
+            return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; ask its owner for the right to") from error
+    mark = read_record(path, VerifiedMark, _VERSION)
+    manifest = read_manifest(Path(folder))
+    if mark.save_id != manifest.save_id:
+        raise CheckpointError(f"{path} is of save {mark.save_id}, the checkpoint is of save {manifest.save_id}")
+    if mark.step != manifest.step:
+        raise CheckpointError(f"{path} is of step {mark.step}, the checkpoint is of step {manifest.step}")
+    if (problem := manifest.problem) is not None:
+        raise CheckpointError(f"{path} says that the checkpoint is verified, but {problem}")
+    return mark
+
+
+def find_standing(folder: Path | str) -> Standing | None:
+    """Whether a checkpoint is verified; None: no audits are in use, no mark here or beside it, no corruption mark."""
+    path = Path(folder)
+    try:
+        mark = read_mark(path)
+    except CheckpointError as error:
+        return Standing(False, problem=str(error))
+    if mark is not None:
+        return Standing(True, mark.audit_step)
+    return Standing(False) if _audits_in_use(path.resolve().parent) else None
+
+
+def list_verified(folder: Path | str) -> list[int]:
+    """Steps of a folder's verified checkpoints, in ascending order; logs a warning for an invalid mark."""
+    found = []
+    for step in list_steps(folder):
+        try:
+            if read_mark(Path(folder) / step_folder(step)) is not None:
+                found.append(step)
+        except CheckpointError as error:
+            logger.warning("the checkpoint of step %d is treated as a candidate: %s", step, error)
+    return found
+
+
+def mark_verified(
+    folder: Path | str,
+    up_to_step: int,
+    audit_step: int,
+    place: FolderRanks,
+    *,
+    skipped_checkpoint_steps: Collection[int] = (),
+    events: EventLog | None = None,
+    told: dict[int, str] | None = None,
+) -> list[int]:
+    """Mark a run's checkpoints as verified after an audit in which all ranks agreed.
+
+    A mark that cannot be written is logged as a warning: the checkpoint stays a candidate until the next audit.
+
+    Args:
+        up_to_step: last step whose state the audit used: the one before it.
+        place: of this rank, with the hosts that took part in the audit; the leader of each folder writes, the others do
+            nothing.
+        skipped_checkpoint_steps: steps whose checkpoints the resume passed over; they are not part of this run's
+        history.
+        events: log of the rank that writes.
+        told: of each step, why its checkpoint stays a candidate, as it was told before and is not told again; kept up
+            to date here.
+
+    Returns:
+        The steps marked by this call; empty on ranks that do not write.
+    """
+    if not place.leader:
+        return []
+    marked: list[int] = []
+    told = {} if told is None else told
+    try:
+        steps = list_steps(folder)
+    except OSError as error:
+        logger.warning("the checkpoints in %s stay candidates, they cannot be listed: %s", folder, error)
+        return []
+    for step in steps:
+        if step > up_to_step or step in skipped_checkpoint_steps:
+            continue
+        path = Path(folder) / step_folder(step)
+        try:
+            if _is_marked(path) or not has_marker(path, manifest := read_manifest(path)):
+                continue
+            if manifest.not_finite is None:
+                raise CheckpointError("a version saved it that did not look whether its state is finite")
+            if (problem := manifest.problem) is not None:
+                raise CheckpointError(problem)
+            if lacking := place.lacks(manifest.nodes):
+                raise CheckpointError(
+                    f"it was saved with {', '.join(lacking)}, of which no rank, or fewer, are in this start: what its "
+                    "audits agree on says nothing of them"
+                )
+            mark = VerifiedMark(
+                format_version=_VERSION,
+                save_id=manifest.save_id,
+                step=step,
+                audit_step=audit_step,
+                time=time.time(),
+            )
+            write_record(path / VERIFIED_FILE, mark)
+            marked.append(step)
+        except (CheckpointError, OSError) as error:
+            if told.get(step) == str(error):
+                continue
+            told[step] = str(error)
+            logger.warning("the checkpoint of step %d stays a candidate: %s", step, error)
+            if events is not None:
+                events.emit("warning", "checkpoint_not_marked", step=step, message=str(error))
+    if events is not None:
+        for step in marked:
+            events.emit("verify", "checkpoint", step=step, audit_step=audit_step)
+    return marked
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """The checkpoint to go on from where the state of a run has become useless.
+
+    Attributes:
+        step: of the newest checkpoint that is finite and verified; where none is, of the newest finite one from which a
+            finite step was taken.
+        path: of its folder.
+        verified: whether an audit has agreed after it.
+    """
+
+    step: int
+    path: Path
+    verified: bool
+
+    def __str__(self) -> str:
+        return f"{self.path} ({'verified' if self.verified else 'finite, and a finite step followed'})"
+
+
+def find_way_back(folder: Path | str) -> WayBack | None:
+    """The checkpoint to go back to after NaN and Inf, by manifests and marks alone; None: there is none."""
+    manifests = read_complete(folder)
+    verified = [step for step in list_verified(folder) if step in manifests]
+    step = max(verified or list_continued(manifests), default=None)
+    return None if step is None else WayBack(step, Path(folder) / step_folder(step), bool(verified))
+
+
+def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: FolderRanks) -> None:
+    """Write ``corruption.json`` beside the checkpoints of a run that ends because of corruption.
+
+    It calls no collective, so that it works while ranks are missing. An earlier mark is replaced.
+
+    Args:
+        folder: the checkpoint folder; created if absent.
+        step: optimizer step in which corruption was found.
+        incident: path of the incident report.
+        place: of this rank; the leader of each folder writes, the others do nothing.
+
+    Raises:
+        StorageError: the mark cannot be written.
+    """
+    if not place.leader:
+        return
+    path = Path(folder) / CORRUPTION_FILE
+    try:
+        mark = CorruptionMark(format_version=_VERSION, step=step, incident=str(incident), time=time.time())
+        # The run ends now, and the next start has to know.
+        wait_for_room(lambda: write_whole(path, record_text(mark)), path, logger.warning, at_most_s=END_S)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error}; the next resume does not know of the corruption in step {step}: start "
+            "it with megasdc.checkpoint.require_verified=always"
+        ) from error
+
+
+def find_corruption(folder: Path | str) -> str | None:
+    """Text of a checkpoint folder's corruption mark; None if there is none.
+
+    An unreadable mark counts as a mark.
+    """
+    path = Path(folder) / CORRUPTION_FILE
+    if not path.exists():
+        return None
+    try:
+        mark = read_record(path, CorruptionMark, _VERSION)
+    except CheckpointError as error:
+        return f"corruption was found: {error}"
+    return f"corruption was found in step {mark.step}, see {mark.incident}"
+
+
+def clear_corruption(folder: Path | str) -> bool:
+    """Remove the corruption mark of a checkpoint folder; returns whether there was one."""
+    path = Path(folder) / CORRUPTION_FILE
+    there = path.exists()
+    path.unlink(missing_ok=True)
+    return there
+
+
+def _is_marked(folder: Path) -> bool:
+    """Whether a checkpoint has a valid mark; an invalid one is overwritten."""
+    try:
+        return read_mark(folder) is not None
+    except CheckpointError:
+        return False
+
+
+def _audits_in_use(folder: Path) -> bool:
+    marks = (folder / step_folder(step) / VERIFIED_FILE for step in list_steps(folder))
+    # An unreadable checkpoint beside this one is ignored; os.path.exists does not raise.
+    return any(map(os.path.exists, (folder / CORRUPTION_FILE, *marks)))

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasdc.checkpoint.views.hf_shards import HEAD, HfShards
-from megasdc.checkpoint.views.logical import WeightSource, load_weights
+from megasdc.checkpoint.hf_shards import HEAD, HfShards
+from megasdc.checkpoint.weights import WeightSource, load_weights
 from megasdc.common.durable import TEMPORARY_PREFIX
 from megasdc.common.errors import ConfigError, MegasdcError
 from megasdc.common.host import free_memory

@@ -28,7 +28,6 @@ from typing import Any
 from rich.console import Console
 
 from megasdc.checkpoint.allowlist import check_pickle, load_checked
-from megasdc.checkpoint.checks import reading
 from megasdc.checkpoint.files import (
     CHECKPOINT,
     PARAMETERS_FOLDER,
@@ -48,7 +47,7 @@ from megasdc.checkpoint.manifest import (
     universal_folder,
     write_universal_manifest,
 )
-from megasdc.checkpoint.verify import ConvertibleCheckpoint, find_folders, read_source
+from megasdc.checkpoint.verify import ConvertibleCheckpoint, find_folders, read_source, reading
 from megasdc.common.durable import commit_folder, remove_entry, sync_path
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.deepspeed import precision_of

@@ -25,10 +25,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.initial import GENERATION_FILE, TOKENIZER_FOLDER, InitialWeights, same_tokenizer
+from megasdc.checkpoint.hf_shards import HfShards
 from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
-from megasdc.checkpoint.views.hf_shards import HfShards
-from megasdc.checkpoint.views.logical import WeightSource, open_weights
+from megasdc.checkpoint.weights import (
+    GENERATION_FILE,
+    TOKENIZER_FOLDER,
+    InitialWeights,
+    WeightSource,
+    open_weights,
+    same_tokenizer,
+)
 from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, remove_entry, write_durably
 from megasdc.common.errors import CheckpointError, ConfigError, DataError, MegasdcError, StorageError
 from megasdc.common.program import parts_bar

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.files import WEIGHTS_FILE, hash_file
-from megasdc.checkpoint.initial import (
+from megasdc.checkpoint.hf_shards import HfShards, read_model_json, section_of
+from megasdc.checkpoint.tensor_files import write_tensors
+from megasdc.checkpoint.weights import (
     FORMAT_VERSION,
     GENERATION_FILE,
     MODEL_FILE,
@@ -26,8 +28,6 @@ from megasdc.checkpoint.initial import (
     WeightsManifest,
     weights_file,
 )
-from megasdc.checkpoint.tensor_files import write_tensors
-from megasdc.checkpoint.views.hf_shards import HfShards, read_model_json, section_of
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import CheckpointError, ConfigError, DataError
 from megasdc.common.program import parts_bar, why_unreadable

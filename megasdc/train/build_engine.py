@@ -11,9 +11,6 @@ from typing import Any
 import torch
 
 from megasdc.checkpoint.files import list_steps
-from megasdc.checkpoint.initial import InitialWeights
-from megasdc.checkpoint.views.logical import load_weights
-from megasdc.checkpoint.views.start_weights import FIELD, check_fits, check_tokenizer, open_start
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config.checks import BatchLayout
 from megasdc.config.deepspeed import Bf16
@@ -114,6 +111,8 @@ def effective_model(sections: MegasdcSection) -> ModelSection:
 
 def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDims, vocab_size: int) -> None:
     """Load this rank's part of initial weights into its stage."""
+    from megasdc.checkpoint.weights import InitialWeights, check_fits, check_tokenizer, load_weights, open_start
+
     sections = config.megasdc
     weights = open_start(folder)
     check_fits(weights, sections.model)
@@ -142,7 +141,9 @@ def _agree_on_source(folder: str, whence: str) -> None:
     """
     found = sorted(set(gather_objects(whence)))
     if len(found) > 1:
-        raise CheckpointError(f"{FIELD}: in {folder} ranks found {' and '.join(found)}; name one of them")
+        raise CheckpointError(
+            f"megasdc.model.initial_weights: in {folder} ranks found {' and '.join(found)}; name one of them"
+        )
 
 
 def check_memory_here(config: RunConfig, layout: BatchLayout, vocab_size: int) -> None:

@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.initial import InitialWeights, check_vocabulary
-from megasdc.checkpoint.views.logical import WeightSource, load_weights, open_weights
+from megasdc.checkpoint.weights import InitialWeights, WeightSource, check_vocabulary, load_weights, open_weights
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.common.program import parts_bar, why_unreadable
 from megasdc.config.data import DataSection

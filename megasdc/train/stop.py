@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.verification_marks import find_way_back
+from megasdc.checkpoint.verify import find_way_back
 from megasdc.common import durable as room
 from megasdc.common.errors import LaunchError, NonFiniteError, StorageError
 from megasdc.common.run_lock import STALE_S, RunLock

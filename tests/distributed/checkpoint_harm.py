@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megasdc.checkpoint.views.view import flatten
+from megasdc.checkpoint.views import flatten
 
 SLOTS = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _LAYERS = "layer_0[02-9]*.pt"

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from megasdc.checkpoint.load import LoadedState, load_checkpoint
-from megasdc.checkpoint.places import CheckpointGroup
+from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.checkpoint.retention import Retention
-from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
+from megasdc.checkpoint.save import Retention, SavedState, SaveResult, save_checkpoint
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.parallel.dims import ParallelDims
 

@@ -14,9 +14,8 @@ from small_disk import small_disk
 
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
-from megasdc.checkpoint.places import CheckpointGroup
-from megasdc.checkpoint.retention import Retention
-from megasdc.checkpoint.save import SavedState, SaveResult
+from megasdc.checkpoint.ranks import CheckpointGroup
+from megasdc.checkpoint.save import Retention, SavedState, SaveResult
 from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.determinism import capture_rng

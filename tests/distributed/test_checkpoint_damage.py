@@ -17,9 +17,9 @@ from harness import run_distributed
 from small_disk import small_disk
 
 import megasdc.checkpoint.save as save_module
-from megasdc.checkpoint import files, retention, writer
+from megasdc.checkpoint import files
 from megasdc.checkpoint.manifest import Manifest, describe_file, read_manifest, write_manifest
-from megasdc.checkpoint.places import CheckpointGroup
+from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.events import EventLog, read_events
@@ -162,12 +162,12 @@ def test_damage_of_any_kind_is_refused_by_all_ranks(tmp_path: Path) -> None:
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {
     "prepared": (save_module, "wrapped_writer", 1),
-    "one file written": (writer, "describe_tensors", 0),
+    "one file written": (save_module, "describe_tensors", 0),
     "files written": (save_module, "describe_file", 1),
     "manifest written": (save_module, "commit_folder", 0),
     "old one moved aside": (files.os, "rename", 0),
     "renamed": (save_module, "_point", 0),
-    "deleting": (retention, "delete_unheld", 0),
+    "deleting": (save_module, "delete_unheld", 0),
 }
 """Which call of the second save a rank is killed before (``os.rename``: after), and which rank."""
 

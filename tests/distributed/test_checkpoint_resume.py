@@ -13,7 +13,7 @@ from harness import run_distributed
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.manifest import read_manifest
-from megasdc.checkpoint.places import CheckpointGroup
+from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
 from megasdc.common.errors import CheckpointError
 from megasdc.events import EventLog, read_events

@@ -20,7 +20,7 @@ from whole_runs import MODELS, prepare_text, pretrain_rank, train_run, write_con
 
 from megasdc.checkpoint.manifest import read_manifest, write_manifest
 from megasdc.checkpoint.verify import CHECKED
-from megasdc.checkpoint.views.view import View
+from megasdc.checkpoint.views import View
 from megasdc.cli import app as cli
 from megasdc.common.errors import CheckpointError
 from megasdc.interchange.convert import convert_to_universal

@@ -15,7 +15,7 @@ from harness import run_distributed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megasdc.checkpoint.views.view import View
+from megasdc.checkpoint.views import View
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.checkpoints import CheckpointMismatch, compare_checkpoints
 from megasdc.lab.checkpoints.views.dcp import Blocks, place_of

@@ -24,7 +24,7 @@ from whole_runs import (
 )
 
 from megasdc.checkpoint.files import list_steps
-from megasdc.checkpoint.verification_marks import find_corruption, find_standing, list_verified
+from megasdc.checkpoint.verify import find_corruption, find_standing, list_verified
 from megasdc.config.load import load_config
 from megasdc.events import read_events
 from megasdc.ops.golden.record import record_golden_trace

@@ -13,7 +13,7 @@ from checkpoint_model import Run
 from harness import run_distributed
 from whole_runs import tokenize_text
 
-from megasdc.checkpoint.quarantine import move_aside
+from megasdc.checkpoint.resume import move_aside
 from megasdc.common.durable import commit_folder, write_durably
 
 pytestmark = pytest.mark.distributed

@@ -16,7 +16,7 @@ from harness import run_distributed
 from tiny import LLAMA_STYLE
 from whole_runs import metrics_of, prepare_text, train_run, write_config
 
-from megasdc.checkpoint.views.logical import load_weights, open_weights
+from megasdc.checkpoint.weights import load_weights, open_weights
 from megasdc.cli import main
 from megasdc.common.errors import CheckpointError, ConfigError, DataError, StorageError
 from megasdc.data.dataset import build_split

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import run_distributed
 from tiny import GPT, LLAMA, SEQUENCE, make_engine, tokens_of_step
 
-from megasdc.checkpoint.views.logical import load_weights
+from megasdc.checkpoint.weights import load_weights
 from megasdc.config.model import ModelSection
 from megasdc.model.hf.classes import hf_class, hf_config
 from megasdc.model.hf.tensors import from_hf, num_pipeline_layers

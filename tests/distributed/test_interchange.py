@@ -18,9 +18,9 @@ import pytest
 import torch
 from whole_runs import MODELS, events_of, metrics_of, prepare_text, train_run, write_config
 
+from megasdc.checkpoint import weights as weights_module
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.checkpoint.views import logical
-from megasdc.checkpoint.views.logical import CheckpointWeights
+from megasdc.checkpoint.weights import CheckpointWeights
 from megasdc.cli import main
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.interchange import convert, export_hf, import_hf
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_named(
     exporting = ("export-hf", checkpoint, tmp_path / "out")
     disturb(convert, "_run_deepspeed", delete, *converting)
     disturb(convert, "read_source", delete, *converting)
-    disturb(logical, "verify_checkpoint", delete, *exporting)
+    disturb(weights_module, "verify_checkpoint", delete, *exporting)
     disturb(CheckpointWeights, "layer", delete_when_read, *exporting)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "kept"]
 

@@ -15,7 +15,7 @@ from harness import run_distributed
 from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, verdicts_of, write_config
 
 from megasdc.checkpoint.snapshots.held import memory_folder
-from megasdc.checkpoint.views.logical import load_weights, open_weights
+from megasdc.checkpoint.weights import load_weights, open_weights
 from megasdc.common.origin import read_identity
 from megasdc.config.sections import ParallelSection
 from megasdc.metrics.writer import read_metrics

@@ -14,7 +14,7 @@ from checkpoint_model import Run
 from harness import run_distributed
 
 from megasdc.checkpoint.load import load_checkpoint
-from megasdc.checkpoint.places import CheckpointGroup, find_place
+from megasdc.checkpoint.ranks import CheckpointGroup, find_place
 from megasdc.checkpoint.save import SavedState
 from megasdc.checkpoint.snapshots import held
 from megasdc.checkpoint.snapshots.held import (

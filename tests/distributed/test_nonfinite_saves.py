@@ -10,8 +10,7 @@ from whole_runs import events_of, failure_of, prepare_text, train_run, write_con
 
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
-from megasdc.checkpoint.verification_marks import list_verified
-from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.verify import list_verified, verify_checkpoint
 from megasdc.ops.run_folder.summary import render, summarize_run
 
 pytestmark = pytest.mark.distributed

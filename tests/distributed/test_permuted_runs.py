@@ -16,7 +16,7 @@ from whole_runs import (
     write_run,
 )
 
-from megasdc.checkpoint.verification_marks import list_verified
+from megasdc.checkpoint.verify import list_verified
 from megasdc.sdc.incident import incident_from_json
 
 pytestmark = pytest.mark.distributed

@@ -12,13 +12,12 @@ from checkpoint_model import Run
 from harness import run_distributed
 from whole_runs import events_of, failure_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.checkpoint import quarantine as quarantine_module
+from megasdc.checkpoint import resume as resume_module
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
-from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, find_place
-from megasdc.checkpoint.quarantine import quarantine
-from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.checkpoint.verification_marks import find_corruption, list_verified, mark_corruption, mark_verified
+from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, find_place
+from megasdc.checkpoint.resume import find_checkpoint, quarantine
+from megasdc.checkpoint.verify import find_corruption, list_verified, mark_corruption, mark_verified
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.determinism import restore_rng
 from megasdc.events import EventLog, read_events
@@ -123,15 +122,15 @@ def _interrupted(root: str) -> dict[str, Any]:
     mark_corruption(folder, 5, "incident.json", place)
     torch.distributed.barrier()
     found: dict[str, Any] = {}
-    original = quarantine_module.move_aside
+    original = resume_module.move_aside
     if place.rank == 1:
-        quarantine_module.move_aside = _refuse  # type: ignore[assignment]
+        resume_module.move_aside = _refuse  # type: ignore[assignment]
     try:
         _resume(run, folder, **options)
     except StorageError as error:
         found["error"] = str(error)
     finally:
-        quarantine_module.move_aside = original
+        resume_module.move_aside = original
     found["mark"] = find_corruption(folder)
     found["steps"] = list_steps(folder)
     found["again"] = _resume(run, folder, **options)

@@ -71,7 +71,7 @@ ROOMS = {
 """Layer of each room in its storey: a room imports rooms of lower layers of its storey only."""
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 of the core a room may import those before it."""
-FOLDERS = {"checkpoint": ["", "snapshots", "views"]}
+FOLDERS = {"checkpoint": ["", "snapshots"]}
 """Folders inside a room: each may import itself and those before it; the empty name stands for the room's own files."""
 NO_TORCH = {"common", "events", "config", "output"}
 

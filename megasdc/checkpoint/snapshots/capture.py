@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.files import layer_of, rank_state_file
-from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error
-from megasdc.checkpoint.save import SavedState
+from megasdc.checkpoint.ranks import FolderRanks, RankProblem, describe_error
+from megasdc.checkpoint.save import SavedState, describe_tensors, with_plain_stage, wrapped_writer
 from megasdc.checkpoint.snapshots.torch_file import FileLayout, lay_out
-from megasdc.checkpoint.writer import describe_tensors, with_plain_stage, wrapped_writer
 from megasdc.parallel.dims import ParallelDims
 
 _PROTOCOL = 2

@@ -21,16 +21,17 @@ import torch
 
 from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, step_folder
 from megasdc.checkpoint.manifest import SHARED_STATE_FILE, FileRecord
-from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, RankProblem, describe_error, find_place
+from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, RankProblem, describe_error, find_place
 from megasdc.checkpoint.records import record_text
-from megasdc.checkpoint.retention import Retention, list_due
 from megasdc.checkpoint.save import (
+    Retention,
     SavedState,
     SaveJob,
     SaveResult,
     WrittenFiles,
     describe_engine,
     finish_save,
+    list_due,
     refuse_decoupled,
     shared_state_text,
 )

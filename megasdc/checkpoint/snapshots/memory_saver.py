@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megasdc.checkpoint.manifest import SHARED_STATE_FILE, installed_versions
-from megasdc.checkpoint.places import FolderRanks, RankProblem, describe_error
+from megasdc.checkpoint.ranks import FolderRanks, RankProblem, describe_error
 from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
 from megasdc.checkpoint.snapshots.capture import capture_engine
 from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, find_held, make_within, rank_folder

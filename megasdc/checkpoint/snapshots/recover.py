@@ -30,7 +30,7 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.places import (
+from megasdc.checkpoint.ranks import (
     CheckpointGroup,
     FolderRanks,
     RankProblem,

@@ -87,7 +87,7 @@ def _follow(parent: int) -> None:
 
 
 def _explain(error: Exception) -> TaskResult:
-    from megasdc.checkpoint.places import describe_error
+    from megasdc.checkpoint.ranks import describe_error
 
     doing = f"write {error.filename}" if isinstance(error, OSError) and error.filename else "write the checkpoint"
     problem = describe_error(error, doing)

@@ -28,12 +28,14 @@ import xxhash
 from torch import Tensor
 
 from megasdc.checkpoint.files import step_of
-from megasdc.checkpoint.pieces import Copy, Piece, PieceError
 from megasdc.checkpoint.tensor_files import Extent, ExtentReader, OpenCopy
-from megasdc.checkpoint.views.view import (
+from megasdc.checkpoint.views import (
     GLOBAL_GENERATORS,
     TENSOR_SLOTS,
+    Copy,
     Entry,
+    Piece,
+    PieceError,
     Scalar,
     Slot,
     View,

@@ -13,8 +13,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megasdc.checkpoint.pieces import Copy, Piece
 from megasdc.checkpoint.tensor_files import Places
+from megasdc.checkpoint.views import Copy, Piece
 from megasdc.lab.checkpoints.measure import unravel
 from megasdc.tensors.bits import as_bits, element_bits
 

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.checks import deleted_while_read
 from megasdc.checkpoint.files import (
     CHECKPOINT,
     CHECKPOINTS,
@@ -41,7 +40,7 @@ from megasdc.checkpoint.manifest import (
 )
 from megasdc.checkpoint.manifest import FORMAT_VERSION as SAVED_VERSION
 from megasdc.checkpoint.records import Count, Record, Time, Xxh3, read_record
-from megasdc.checkpoint.verification_marks import VERIFIED_FILE
+from megasdc.checkpoint.verify import VERIFIED_FILE, deleted_while_read
 from megasdc.common.durable import TEMPORARY_PREFIX
 from megasdc.common.errors import CheckpointError
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.files import explain_folder, list_steps, step_folder
-from megasdc.checkpoint.pieces import PieceError
-from megasdc.checkpoint.views.view import TENSOR_SLOTS, View
+from megasdc.checkpoint.views import TENSOR_SLOTS, PieceError, View
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.drift_report import DriftReport, StepDrift, submodule_of
 from megasdc.lab.checkpoints.report import Options

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasdc.checkpoint.views.view import Slot
+from megasdc.checkpoint.views import Slot
 from megasdc.lab.checkpoints.outcome import ComparisonOutcome
 from megasdc.model.kinds import EMBEDDING, FINAL_NORM, HEAD, NORM, POSITIONS, submodule_kind
 from megasdc.tensors.bits import Distance

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.manifest import digest_file, parts_of
-from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
-from megasdc.checkpoint.views.view import TENSOR_SLOTS, Entry, View
+from megasdc.checkpoint.views import TENSOR_SLOTS, Copy, Entry, Piece, View, WriterRank
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.digests import differing_blocks
 from megasdc.lab.checkpoints.extract import (

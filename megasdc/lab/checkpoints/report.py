@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.views.view import Slot, View
+from megasdc.checkpoint.views import Slot, View
 from megasdc.lab.checkpoints.damage import MEANINGS, DamagePattern, Pattern, PieceDamage
 from megasdc.lab.checkpoints.measure import Measure
 from megasdc.lab.checkpoints.outcome import ComparisonOutcome

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.views.logical import open_weights
+from megasdc.checkpoint.weights import open_weights
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError
 from megasdc.common.program import parts_bar

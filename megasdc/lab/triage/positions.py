@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.checks import check_file
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import (
     SHARED_STATE_FILE,
@@ -22,6 +21,7 @@ from megasdc.checkpoint.manifest import (
     read_shared_state,
     read_universal_manifest,
 )
+from megasdc.checkpoint.verify import check_file
 from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data.loader import SampleStream
 from megasdc.data.position import Position, StepWork, advance, position_for

@@ -14,8 +14,8 @@ from typing import Any
 
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import has_marker, read_manifest
-from megasdc.checkpoint.places import CheckpointGroup, find_place
-from megasdc.checkpoint.verification_marks import read_mark
+from megasdc.checkpoint.ranks import CheckpointGroup, find_place
+from megasdc.checkpoint.verify import read_mark
 from megasdc.common.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megasdc.config.sections import CheckpointSection
 from megasdc.engine.engine import StepResult

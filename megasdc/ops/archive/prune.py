@@ -11,7 +11,7 @@ from typing import Any
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import KnownState
-from megasdc.checkpoint.retention import plan_retention, worth_keeping
+from megasdc.checkpoint.save import plan_retention, worth_keeping
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.ops.archive.entries import ArchivedStep, read_entries
 from megasdc.ops.archive.lease import pruning, refuse_others

@@ -21,8 +21,7 @@ from typing import Any
 
 from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, hash_file, list_steps, step_folder
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_marker
-from megasdc.checkpoint.verification_marks import VERIFIED_FILE
-from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.verify import VERIFIED_FILE, verify_checkpoint
 from megasdc.common.durable import TEMPORARY_PREFIX, rename_durably, sync_path, write_durably
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.common.origin import read_identity

@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from megasdc.checkpoint.checks import check_file, reading
 from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, held_for_reading, list_steps, step_folder, step_of
 from megasdc.checkpoint.manifest import FileRecord, Manifest, describe_file, has_marker, read_manifest, write_manifest
-from megasdc.checkpoint.verification_marks import VERIFIED_FILE
+from megasdc.checkpoint.verify import VERIFIED_FILE, check_file, reading
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.common.origin import read_identity
 from megasdc.common.program import bytes_bar, why_unreadable

@@ -197,11 +197,11 @@ def _failure(run: RunRecord, ending: LaunchEnding, checkpoints: Path) -> LaunchF
     verified, way = None, None
     of_guard = next((one.verified_checkpoint for _, one in reversed(recent) if one.script is not None), None)
     if any(checkpoints.glob("step_*/verified.json")):
-        from megasdc.checkpoint.verification_marks import list_verified  # imports torch
+        from megasdc.checkpoint.verify import list_verified  # imports torch
 
         verified = max(list_verified(checkpoints), default=None)
     if ending.exit_code == NonFiniteError.exit_code:
-        from megasdc.checkpoint.verification_marks import find_way_back
+        from megasdc.checkpoint.verify import find_way_back
 
         way = find_way_back(checkpoints)
     return LaunchFailure(

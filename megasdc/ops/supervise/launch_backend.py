@@ -104,7 +104,7 @@ def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> RewindTarget | N
     """To the checkpoint of ``find_way_back``, if the attempt has gone on from a newer one; ``resumed``: its steps."""
     if not resumed or resumed[-1] is None:
         return None
-    from megasdc.checkpoint.verification_marks import find_way_back
+    from megasdc.checkpoint.verify import find_way_back
 
     try:
         section = parse_json((run_dir / _RESOLVED).read_text(encoding="utf-8"))["megasdc"]["checkpoint"]

@@ -17,9 +17,9 @@ from typing import Any
 
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import installed_versions, read_complete
-from megasdc.checkpoint.places import CheckpointGroup, FolderRanks, find_place
+from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, find_place
 from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_line
-from megasdc.checkpoint.verification_marks import list_verified, mark_corruption, mark_verified
+from megasdc.checkpoint.verify import list_verified, mark_corruption, mark_verified
 from megasdc.common.errors import CorruptionError, DataError, StorageError
 from megasdc.common.user_code import alert
 from megasdc.config.detection import EXTRA, TRAINING, SdcSection

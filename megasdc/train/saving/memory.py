@@ -6,7 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from megasdc.checkpoint.places import CheckpointGroup, RankProblem, describe_error, find_place, raise_on_all_ranks
+from megasdc.checkpoint.ranks import CheckpointGroup, RankProblem, describe_error, find_place, raise_on_all_ranks
 from megasdc.checkpoint.snapshots.held import (
     RESTORE,
     Lineage,
@@ -20,7 +20,7 @@ from megasdc.checkpoint.snapshots.held import (
 from megasdc.checkpoint.snapshots.memory_budget import GIB, why_not
 from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, find_in_memory
-from megasdc.checkpoint.verification_marks import find_corruption
+from megasdc.checkpoint.verify import find_corruption
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.host import is_own_folder
 from megasdc.config.load import RunConfig

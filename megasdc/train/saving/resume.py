@@ -15,8 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.load import LoadedInPartError, load_checkpoint
-from megasdc.checkpoint.load_universal import OpenUniversal, load_universal, open_universal, place_steps
+from megasdc.checkpoint.load import (
+    LoadedInPartError,
+    OpenUniversal,
+    load_checkpoint,
+    load_states,
+    load_universal,
+    open_universal,
+    place_steps,
+)
 from megasdc.checkpoint.manifest import (
     Layout,
     find_wrong_place,
@@ -24,7 +31,7 @@ from megasdc.checkpoint.manifest import (
     read_shared_state,
     uncounted_samples,
 )
-from megasdc.checkpoint.places import (
+from megasdc.checkpoint.ranks import (
     CheckpointGroup,
     FolderRanks,
     RankProblem,
@@ -32,11 +39,9 @@ from megasdc.checkpoint.places import (
     find_place,
     raise_on_all_ranks,
 )
-from megasdc.checkpoint.quarantine import quarantine
-from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint, find_checkpoint
+from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint, find_checkpoint, quarantine
 from megasdc.checkpoint.snapshots.held import memory_folder
 from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, restore
-from megasdc.checkpoint.views.load_states import load_states
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
 from megasdc.config.deepspeed import precision_of

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.files import Fence
-from megasdc.checkpoint.places import CheckpointGroup
-from megasdc.checkpoint.retention import Retention
-from megasdc.checkpoint.save import SavedState, SaveResult, save_checkpoint
+from megasdc.checkpoint.ranks import CheckpointGroup
+from megasdc.checkpoint.save import Retention, SavedState, SaveResult, save_checkpoint
 from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
 from megasdc.checkpoint.snapshots.memory_budget import GIB, why_not
 from megasdc.common import durable as room

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megasdc.attached.saves import MARK, SAVED, Saved, check_makers, forget_save, is_marked, read_saved
-from megasdc.checkpoint.places import FolderRanks
+from megasdc.checkpoint.ranks import FolderRanks
 from megasdc.checkpoint.records import write_record
 from megasdc.common.errors import CheckpointError
 

@@ -31,8 +31,8 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.places import FolderRanks
-from megasdc.checkpoint.retention import plan_retention
+from megasdc.checkpoint.ranks import FolderRanks
+from megasdc.checkpoint.save import plan_retention
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
 from megasdc.common import durable

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from megasdc.checkpoint.places import FolderRanks
-from megasdc.checkpoint.quarantine import move_aside
+from megasdc.checkpoint.ranks import FolderRanks
 from megasdc.checkpoint.records import write_record
-from megasdc.checkpoint.retention import Retention, apply_retention, plan_retention
-from megasdc.checkpoint.verification_marks import (
+from megasdc.checkpoint.resume import move_aside
+from megasdc.checkpoint.save import Retention, apply_retention, plan_retention
+from megasdc.checkpoint.verify import (
     Standing,
     clear_corruption,
     find_corruption,
@@ -29,8 +29,8 @@ from megasdc.checkpoint.verification_marks import (
     mark_corruption,
     mark_verified,
     read_mark,
+    verify_checkpoint,
 )
-from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.cli import app
 from megasdc.common import durable as room
 from megasdc.common.errors import CheckpointError, CorruptionError, StorageError

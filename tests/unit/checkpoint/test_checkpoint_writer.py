@@ -6,7 +6,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from megasdc.checkpoint.allowlist import find_unsafe_classes
-from megasdc.checkpoint.writer import RecordingWriter
+from megasdc.checkpoint.save import RecordingWriter
 
 
 class _Saving:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megasdc.checkpoint import files as kinds
 from megasdc.checkpoint.files import remove_leftovers
-from megasdc.checkpoint.load_universal import open_universal
+from megasdc.checkpoint.load import open_universal
 from megasdc.checkpoint.manifest import (
     Layout,
     UniversalManifest,
@@ -25,10 +25,9 @@ from megasdc.checkpoint.manifest import (
     universal_folder,
     write_universal_manifest,
 )
-from megasdc.checkpoint.places import CheckpointGroup
+from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.verify import find_folders, verify_checkpoint
-from megasdc.checkpoint.views.logical import open_weights
-from megasdc.checkpoint.views.start_weights import open_start
+from megasdc.checkpoint.weights import open_start, open_weights
 from megasdc.cli import app
 from megasdc.common.durable import commit_folder
 from megasdc.common.errors import CheckpointError, ConfigError, StorageError

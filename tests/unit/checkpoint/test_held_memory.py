@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
-from megasdc.checkpoint.places import CheckpointGroup
+from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.records import record_text
 from megasdc.checkpoint.snapshots.held import (
     FORMAT_VERSION,

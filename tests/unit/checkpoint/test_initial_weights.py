@@ -10,7 +10,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from megasdc.checkpoint.files import WEIGHTS_FILE
-from megasdc.checkpoint.initial import (
+from megasdc.checkpoint.weights import (
     FORMAT_VERSION,
     MODEL_FILE,
     FileRecord,

@@ -18,7 +18,7 @@ import pytest
 import torch
 import xxhash
 
-from megasdc.checkpoint.places import RankProblem
+from megasdc.checkpoint.ranks import RankProblem
 from megasdc.checkpoint.records import read_record, record_text
 from megasdc.checkpoint.snapshots import memory_saver
 from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, SlotManifest, rank_folder

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.tensor_files import Extent, ExtentReader, Stamp
+from megasdc.checkpoint.views import Copy, Piece, WriterRank
 from megasdc.model.sharding import Split, take_shard
 
 SHAPE = (12, 8)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from hand_made import seal, write_checkpoint
 
-from megasdc.checkpoint.places import CheckpointGroup
+from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import NoneUsableError, find_checkpoint
 from megasdc.data.position import Position
 from megasdc.parallel.dims import ParallelDims

@@ -7,7 +7,7 @@ import random
 import torch
 
 from megasdc.checkpoint.files import shards_of
-from megasdc.checkpoint.views.zero_shards import shard_fragments
+from megasdc.checkpoint.views import shard_fragments
 
 
 def owned(total: int, replicas: int, dp_rank: int) -> range:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from small_models import TENSORS, change, edit, made
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megasdc.checkpoint.initial import InitialWeights
-from megasdc.checkpoint.views import hf_shards
-from megasdc.checkpoint.views.hf_shards import HfShards
+from megasdc.checkpoint import hf_shards
+from megasdc.checkpoint.hf_shards import HfShards
+from megasdc.checkpoint.weights import InitialWeights
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.interchange import compare_logits
 from megasdc.interchange.import_hf import import_hf

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megasdc.checkpoint.initial import same_tokenizer
 from megasdc.checkpoint.manifest import read_shared_state
+from megasdc.checkpoint.weights import same_tokenizer
 from megasdc.common.errors import CheckpointError, DataError
 from megasdc.config.model import ModelSection
 from megasdc.data.tokenizer import load_tokenizer

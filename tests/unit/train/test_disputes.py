@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hand_made import write_checkpoint
 
-from megasdc.checkpoint.verification_marks import find_corruption, list_verified
+from megasdc.checkpoint.verify import find_corruption, list_verified
 from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.common.errors import CorruptionError
 from megasdc.config.load import parse_config

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TotalFileSizeColumn
 
-from megasdc.checkpoint.views.view import Slot, with_derived_weights
+from megasdc.checkpoint.views import Slot, with_derived_weights
 from megasdc.common.errors import MegasdcError
 from megasdc.common.program import at_home, bytes_bar, echo
 from megasdc.common.program import run as run_command

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megasdc.checkpoint.views.view import Slot
+from megasdc.checkpoint.views import Slot
 from megasdc.lab.checkpoints.damage import MEANINGS, PieceDamage
 from megasdc.lab.checkpoints.report import CheckpointMismatch, Options, Report
 from megasdc.output.figure import Figure, Version, bars, layer_map, layout, line_look, map_axes

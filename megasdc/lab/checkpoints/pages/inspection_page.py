@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megasdc.checkpoint.verification_marks import Standing
+from megasdc.checkpoint.verify import Standing
 from megasdc.ops.run_folder.status import ago
 from megasdc.output.page import Page, PageSection
 from megasdc.sdc.incident import ranges

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.checks import deleted_while_read
 from megasdc.checkpoint.manifest import read_manifest
-from megasdc.checkpoint.pieces import Copy, PieceError
 from megasdc.checkpoint.verify import (
     CHECKED,
     CheckpointReport,
+    deleted_while_read,
     is_called_universal,
     verify_checkpoint,
 )
-from megasdc.checkpoint.views.view import TENSOR_SLOTS, Entry, Slot, View
+from megasdc.checkpoint.views import TENSOR_SLOTS, Copy, Entry, PieceError, Slot, View
 from megasdc.common.errors import CheckpointError
 from megasdc.common.program import bytes_bar
 from megasdc.lab.checkpoints.views.open import open_view

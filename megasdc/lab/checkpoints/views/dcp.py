@@ -26,10 +26,8 @@ import torch
 from torch import Tensor
 
 from megasdc.checkpoint.allowlist import MEMBER, check_regular, load_part, refuse_classes
-from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.tensor_files import BlockArrangement, Places, TensorBlock
-from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
-from megasdc.checkpoint.views.zero_shards import value_text
+from megasdc.checkpoint.views import Copy, Entry, Piece, Scalar, Slot, View, WriterRank, flatten, value_text
 from megasdc.common.errors import CheckpointError
 
 METADATA_FILE = ".metadata"

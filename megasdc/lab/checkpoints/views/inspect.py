@@ -12,6 +12,7 @@ from typing import Any
 
 from megasdc.checkpoint import files as kinds
 from megasdc.checkpoint.files import MANIFEST_FILE, PARAMETERS_FOLDER, kind_of_file
+from megasdc.checkpoint.hf_shards import read_model_json, section_of
 from megasdc.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -21,10 +22,8 @@ from megasdc.checkpoint.manifest import (
     read_shared_state,
     read_universal_manifest,
 )
-from megasdc.checkpoint.verification_marks import find_standing
-from megasdc.checkpoint.verify import find_folders, is_called_universal
-from megasdc.checkpoint.views.hf_shards import read_model_json, section_of
-from megasdc.checkpoint.views.view import GLOBAL_GENERATORS, TENSOR_SLOTS, Slot, View
+from megasdc.checkpoint.verify import find_folders, find_standing, is_called_universal
+from megasdc.checkpoint.views import GLOBAL_GENERATORS, TENSOR_SLOTS, Slot, View
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config.model import ModelSection
 from megasdc.lab.checkpoints.views.open import open_view

@@ -35,13 +35,24 @@ from megasdc.checkpoint.files import (
     shard_file,
     stage_file,
 )
+from megasdc.checkpoint.hf_shards import HfShards, read_model_json, section_of
 from megasdc.checkpoint.manifest import Layout, model_of, read_universal_manifest
-from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
 from megasdc.checkpoint.tensor_files import Extent, StateFiles, locate_tensors, read_whole
-from megasdc.checkpoint.views.deepspeed import open_deepspeed, shared_scalars
-from megasdc.checkpoint.views.hf_shards import HfShards, read_model_json, section_of
-from megasdc.checkpoint.views.view import Entry, Scalar, Slot, View, flatten
-from megasdc.checkpoint.views.zero_shards import locate_shards, read_stage, value_text
+from megasdc.checkpoint.views import (
+    Copy,
+    Entry,
+    Piece,
+    Scalar,
+    Slot,
+    View,
+    WriterRank,
+    flatten,
+    locate_shards,
+    open_deepspeed,
+    read_stage,
+    shared_scalars,
+    value_text,
+)
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.config.model import ModelSection
 from megasdc.lab.checkpoints.views.dcp import open_dcp

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from hand_made import seal, write_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.checks import find_incomplete
 from megasdc.checkpoint.manifest import read_manifest, write_manifest
-from megasdc.checkpoint.places import CheckpointGroup
+from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.checkpoint.verify import CHECKED
+from megasdc.checkpoint.verify import CHECKED, find_incomplete
 from megasdc.cli import app
 from megasdc.lab.checkpoints.views.contents import verify_contents
 from megasdc.parallel.dims import ParallelDims

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.views.view import View
+from megasdc.checkpoint.views import View
 from megasdc.lab.checkpoints.checkpoints import compare_checkpoints, steps_of_a_run
 from megasdc.lab.checkpoints.measure import Measure
 from megasdc.lab.checkpoints.pages.checkpoint_command import app

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.checkpoint.pieces import Copy, Piece, WriterRank
-from megasdc.checkpoint.views.zero_shards import shard_fragments
+from megasdc.checkpoint.views import Copy, Piece, WriterRank, shard_fragments
 from megasdc.lab.checkpoints.damage import MEANINGS, Classifying, DamagePattern
 from megasdc.lab.checkpoints.measure import Measure, Measuring
 from megasdc.lab.checkpoints.report import Options

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megasdc.checkpoint.manifest import parse_type
 from megasdc.checkpoint.verify import read_source
-from megasdc.checkpoint.views.logical import CheckpointWeights
+from megasdc.checkpoint.weights import CheckpointWeights
 from megasdc.cli import app
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.digest import Digest, digest_path, read_digest

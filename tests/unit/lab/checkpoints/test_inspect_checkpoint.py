@@ -13,7 +13,7 @@ from hand_made import make_whole, write_checkpoint
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from megasdc.checkpoint.pieces import Copy
+from megasdc.checkpoint.views import Copy
 from megasdc.cli import app
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint

@@ -23,7 +23,7 @@ from fsspec.registry import _registry
 from run_to_archive import RUN, contents, invoke, killed_command
 
 from megasdc.checkpoint.manifest import has_marker, read_manifest
-from megasdc.checkpoint.retention import Retention, apply_retention
+from megasdc.checkpoint.save import Retention, apply_retention
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.errors import CheckpointError, ConfigError, StorageError
 from megasdc.ops.archive import cut, lease, store

@@ -16,7 +16,7 @@ import pytest
 from hand_made import write_checkpoint
 
 from megasdc.checkpoint.records import write_record
-from megasdc.checkpoint.verification_marks import VERIFIED_FILE, VerifiedMark
+from megasdc.checkpoint.verify import VERIFIED_FILE, VerifiedMark
 from megasdc.common.errors import ConfigError, LaunchError
 from megasdc.config.sections import CheckpointSection
 from megasdc.engine.hooks import RunEnd

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hand_made import write_checkpoint
 
-from megasdc.checkpoint.places import FolderRanks
-from megasdc.checkpoint.verification_marks import mark_verified
+from megasdc.checkpoint.ranks import FolderRanks
+from megasdc.checkpoint.verify import mark_verified
 from megasdc.common.origin import Launch
 from megasdc.events import EventLog
 from megasdc.ops.supervise.diagnosis import AttemptEvidence, RewindTarget, diagnose

@@ -1,0 +1,647 @@
+"""View of a checkpoint as one model: its logical tensors and values, and where each is stored at any layout.
+
+A ``View`` is of any format; opening one reads only the metadata that locates tensors, so it is small however large the
+checkpoint is. A ``Copy`` of a logical tensor is made of ``Piece``s: where its elements are stored, and which rank wrote
+them. ``open_deepspeed`` gives that of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1.
+
+Weights: one file per pipeline layer and tensor rank. Master weights and moments: the parameters of a stage are
+concatenated into one flat tensor per group, padded (``shard_elements``); each rank has one contiguous shard. Offsets
+are computed from the shapes, as in DeepSpeed's own load; the map in each file (``param_slice_mappings``) must agree, or
+it is another rank's file. ``BF16_Optimizer`` and ``DeepSpeedZeroOptimizer`` differ in that the second saves the last
+rank's master weights without the padding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megasdc.checkpoint.allowlist import load_checked
+from megasdc.checkpoint.files import (
+    find_prefix,
+    hash_file,
+    layer_file,
+    rank_state_file,
+    shard_elements,
+    shard_file,
+    stage_file,
+)
+from megasdc.checkpoint.manifest import (
+    SHARED_STATE_FILE,
+    FileRecord,
+    Manifest,
+    counters_of,
+    model_of,
+    parse_type,
+    read_manifest,
+    read_other_nodes,
+    read_shared_state,
+)
+from megasdc.checkpoint.tensor_files import Arrangement, Extent, ExtentReader, OpenCopy, Places, StateFiles
+from megasdc.checkpoint.verify import find_missing
+from megasdc.common.errors import CheckpointError
+from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
+from megasdc.tensors.bits import dtype_name
+
+
+@dataclass(frozen=True)
+class WriterRank:
+    """The rank that wrote a piece: global, dp, pp and tp rank, and node; None: the format does not store it."""
+
+    rank: int | None = None
+    dp: int | None = None
+    pp: int | None = None
+    tp: int | None = None
+    host: str | None = None
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return "no rank known"
+        place = "" if self.dp is None else f" (dp {self.dp}, pp {self.pp}, tp {self.tp})"
+        return f"rank {self.rank}{place}" + ("" if self.host is None else f" on {self.host}")
+
+
+class PieceError(Exception):
+    """Pieces are missing, or their shape or type is unexpected; a difference, not a failure to compare."""
+
+    def __init__(self, kind: Literal["missing", "shape", "dtype"], text: str, pieces: list[Piece]) -> None:
+        super().__init__(text)
+        self.kind: Literal["missing", "shape", "dtype"] = kind
+        self.pieces = pieces
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of contiguous elements in one file.
+
+    ``stored`` returns the stored tensor that contains it (its extent, or its values), which must have ``shape`` and
+    ``dtype`` unless None; ``start``: its first element there; ``holds``: another piece that the file claims to hold.
+    """
+
+    file: Path
+    owner: WriterRank
+    numel: int
+    stored: Callable[[], Extent | Tensor]
+    start: int = 0
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    holds: str = ""
+
+    def find(self) -> Extent | Tensor:
+        """Locate its elements, flat; PieceError: missing or unexpected; CheckpointError: not readable."""
+        try:
+            tensor = self.stored()
+        except (FileNotFoundError, KeyError) as error:
+            what = "is not there" if isinstance(error, FileNotFoundError) else f"does not hold {error}"
+            raise PieceError("missing", f"{self.file.name} {what}", [self]) from error
+        if self.dtype is not None and tensor.dtype != self.dtype:
+            text = f"{self.file.name} holds {dtype_name(tensor.dtype)}, needed is {dtype_name(self.dtype)}"
+            raise PieceError("dtype", text, [self])
+        if self.shape is not None and tuple(tensor.shape) != self.shape:
+            text = f"{self.file.name} holds shape {list(tensor.shape)}, needed is {list(self.shape)}"
+            raise PieceError("shape", text, [self])
+        if tensor.numel() < self.start + self.numel:
+            text = f"{self.file.name} holds {tensor.numel()} elements, needed are {self.start + self.numel}"
+            raise PieceError("shape", text, [self])
+        if isinstance(tensor, Extent):
+            return tensor.run(self.start, self.numel)
+        return tensor.detach().reshape(-1)[self.start : self.start + self.numel]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a whole logical tensor; ``shape`` includes the vocabulary's padding if the format stores it.
+
+    ``shards``: for each tensor rank that it is split over, its pieces in order.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[tuple[Piece, ...], ...]
+    split: Split = Split.REPLICATED
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All pieces, by tensor rank, then in order of their elements."""
+        return [piece for shard in self.shards for piece in shard]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces, for progress; 4 bytes per element where the type is not known."""
+        return sum(piece.numel * (4 if piece.dtype is None else piece.dtype.itemsize) for piece in self.pieces)
+
+    @property
+    def arrangement(self) -> Places:
+        """Maps elements to pieces."""
+        periods = {Split.ROW: self.shape[0] if self.shape else 1, Split.GATED: 2}.get(self.split, 1)
+        shards = tuple(tuple(piece.numel for piece in shard) for shard in self.shards)
+        numel = prod(self.shape)
+        return Arrangement(numel, numel // (periods * len(shards)), shards)
+
+    def open(self) -> OpenCopy:
+        """Locate all pieces; PieceError: lists all with the first kind of problem; CheckpointError: not readable."""
+        sources: list[Extent | Tensor] = []
+        wrong: list[PieceError] = []
+        for piece in self.pieces:
+            try:
+                sources.append(piece.find())
+                if sources[-1].dtype != sources[0].dtype:
+                    types = [dtype_name(sources[place].dtype) for place in (-1, 0)]
+                    raise PieceError("dtype", f"{piece.file.name} holds {types[0]}, others {types[1]}", [piece])
+            except PieceError as error:
+                wrong.append(error)
+        if wrong:
+            same = [error for error in wrong if error.kind == wrong[0].kind]
+            text = "; ".join(str(error) for error in same)
+            raise PieceError(wrong[0].kind, text, [piece for error in same for piece in error.pieces])
+        return OpenCopy(self.shape, sources[0].dtype, self.arrangement, sources)
+
+    def read(self) -> Tensor:
+        """Read the whole tensor; errors as in ``open``."""
+        found = self.open()
+        whole = torch.empty(found.shape, dtype=found.dtype)
+        with ExtentReader() as reader:
+            found.fill(0, whole.view(-1), reader)
+        return whole
+
+
+def whole_shape(local: tuple[int, ...], split: Split, tensor: int) -> tuple[int, ...]:
+    """The unsharded shape of a parameter whose shards have the shape ``local``."""
+    if split is Split.REPLICATED:
+        return local
+    dim = 1 if split is Split.ROW else 0
+    return tuple(size * tensor if place == dim else size for place, size in enumerate(local))
+
+
+GLOBAL_GENERATORS = "/random generators"
+"""Suffix of names of scalars that stand for the global generators of a rank."""
+Slot = Literal["weight", "master", "exp_avg", "exp_avg_sq", "scalar"]
+TENSOR_SLOTS: tuple[Slot, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
+"""Weights that the model computes with; the optimizer's master weights, first and second moment."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A logical tensor: at least one copy, all of which must be bitwise equal.
+
+    ``real_rows``: rows without the vocabulary's padding; None: not split over the vocabulary, or not known.
+    """
+
+    copies: tuple[Copy, ...]
+    real_rows: int | None = None
+
+    @classmethod
+    def of_piece(cls, piece: Piece, shape: tuple[int, ...], real_rows: int | None = None) -> Entry:
+        """A tensor of which there is one copy, in one piece."""
+        return cls((Copy(shape, ((piece,),)),), real_rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies; for progress."""
+        return sum(copy.num_bytes for copy in self.copies)
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A value that is not a tensor of the model, as text: a counter, a learning rate, a digest of a generator's state.
+
+    None: its file is missing or does not hold it.
+    """
+
+    value: str | None
+    file: Path
+    owner: WriterRank
+
+
+@dataclass
+class View:
+    """A checkpoint in canonical form: entries by (fqn, slot), scalars by name (those of one rank begin with ``rank``).
+
+    ``layout``: of the ranks that saved it, None for a format without one; ``problems``: files of values that cannot be
+    read, those of tensors are found on reading; ``derived``: weights from master weights, if the format stores none.
+    """
+
+    path: Path
+    kind: str
+    layout: str | None
+    slots: tuple[Slot, ...]
+    entries: dict[tuple[str, Slot], Entry] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    records: dict[Path, FileRecord] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    derived: dict[tuple[str, Slot], Entry] = field(default_factory=dict)
+    save_id: str | None = None
+    _changed: dict[Path, bool | None] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def changed(self, file: Path) -> bool | None:
+        """Whether a file changed since it was saved; None: not in a manifest. Reads it once, else CheckpointError."""
+        with self._lock:
+            if file not in self._changed:
+                record = self.records.get(file)
+                self._changed[file] = None if record is None else _other_bytes(file, record)
+            return self._changed[file]
+
+
+def with_derived_weights(views: Sequence[View]) -> list[View]:
+    """Make checkpoints with only master weights comparable with those with only weights, such as exported models.
+
+    Returns the same views; if one has weights but no master weights, those without weights get weights derived from
+    their master weights, and a note that says so.
+    """
+    if not any("weight" in view.slots and "master" not in view.slots for view in views):
+        return list(views)
+    return [_derive(view) if view.derived and "weight" not in view.slots else view for view in views]
+
+
+def _derive(view: View) -> View:
+    note = f"weights of {view.path} are its master weights, rounded as its run did"
+    entries = view.entries | view.derived
+    return replace(view, slots=("weight", *view.slots), entries=entries, notes=[*view.notes, note])
+
+
+def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts and lists, each with its path, such as ``groups/0/lr``."""
+    items: Any = None
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    if items is None:
+        yield name, value
+        return
+    for key, item in items:
+        yield from flatten(f"{name}/{key}" if name else str(key), item)
+
+
+def _other_bytes(file: Path, record: FileRecord) -> bool:
+    """Whether a file differs from its record."""
+    try:
+        return not file.exists() or hash_file(file) != record.xxh3_128
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+_STAGE_SCALARS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+Fragments = dict[str, tuple[int, int]]
+"""For each parameter in a shard: offset in the shard, and number of elements."""
+
+
+def shard_fragments(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fragments]]:
+    """Elements of each rank's ZeRO-1 shard of a group, with padding, and the fragments in each of ``replicas`` shards.
+
+    ``shapes``: of one stage and tensor rank, in order.
+    """
+    total = sum(prod(shape) for shape in shapes.values())
+    length = shard_elements(total, replicas)
+    found: list[Fragments] = [{} for _ in range(replicas)]
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + prod(shape)
+        while offset < end:
+            dp_rank, start = divmod(offset, length)
+            numel = min(end - offset, length - start)
+            found[dp_rank][name] = (start, numel)
+            offset += numel
+    return length, found
+
+
+def locate_shards(
+    files: StateFiles, shards: Sequence[tuple[Path, WriterRank]], group: int, shapes: dict[str, torch.Size]
+) -> tuple[dict[tuple[str, Slot], tuple[Piece, ...]], dict[str, Scalar]]:
+    """Locate master weights and moments of a group of a stage's parameters; also step and rate of each rank.
+
+    ``shards``: file and rank of each, by dp rank; ``shapes``: of the group's parameters on this stage and tensor rank,
+    in order. CheckpointError if the map in a file is none that ZeRO-1 makes.
+    """
+    laid = shard_fragments(shapes, len(shards))
+    found: dict[tuple[str, Slot], list[Piece]] = {}
+    scalars: dict[str, Scalar] = {}
+    for dp_rank, (file, owner) in enumerate(shards):
+        scalars |= _shard_scalars(files, file, owner, group)
+        for name, slot, piece in _shard_pieces(files, file, owner, group, dp_rank, laid):
+            found.setdefault((name, slot), []).append(piece)
+    return {key: tuple(pieces) for key, pieces in found.items()}, scalars
+
+
+def _shard_pieces(
+    files: StateFiles, file: Path, owner: WriterRank, group: int, dp_rank: int, laid: tuple[int, list[Fragments]]
+) -> Iterator[tuple[str, Slot, Piece]]:
+    """Yield name, slot and piece of a group's parameters in the file that must hold the shard of ``dp_rank``."""
+    length, expected = laid
+    holds = _check_map(files, file, group, dp_rank, expected)
+    lean = _master_length(files, file, dp_rank, laid)
+    state = ("base_optimizer_state", "state", group)
+    places: dict[Slot, tuple[int, tuple[Any, ...]]] = {
+        "master": (lean, ("single_partition_of_fp32_groups", group)),
+        "exp_avg": (length, (*state, "exp_avg")),
+        "exp_avg_sq": (length, (*state, "exp_avg_sq")),
+    }
+    for name, (start, numel) in expected[dp_rank].items():
+        for slot, (size, keys) in places.items():
+            stored = partial(files.tensor, file, "optimizer_state_dict", *keys)
+            yield name, slot, Piece(file, owner, numel, stored, start, (size,), torch.float32, holds)
+
+
+def _shard_scalars(files: StateFiles, file: Path, owner: WriterRank, group: int) -> dict[str, Scalar]:
+    """Step and learning rate of one group in one rank's file; empty if the file cannot be read."""
+    try:
+        base = files.load(file)["optimizer_state_dict"]["base_optimizer_state"]
+        found = {"step": base["state"][group]["step"], "lr": base["param_groups"][group]["lr"]}
+    except CheckpointError:
+        return {}  # reported when its tensors are read
+    except (FileNotFoundError, KeyError, IndexError, TypeError):
+        found = {"step": None, "lr": None}
+    scalars: dict[str, Scalar] = {}
+    for key, value in found.items():
+        scalar = Scalar(None if value is None else value_text(value), file, owner)
+        scalars[f"rank {owner.rank:05d}/group {group}/{key}"] = scalar
+        if owner.rank == 0:
+            scalars[f"optimizer/group {group}/{key}"] = scalar
+    return scalars
+
+
+def read_stage(
+    files: StateFiles, file: Path, owner: WriterRank, pp_rank: int, tp_rank: int
+) -> tuple[dict[str, Any], dict[str, Scalar]]:
+    """Read the file of a stage: its content, with ``param_shapes`` (shapes by name, for each group), and its counters.
+
+    CheckpointError if it is missing, or lacks required keys.
+    """
+    try:
+        state: dict[str, Any] = files.load(file)
+        found = {key: state[key] for key in _STAGE_SCALARS}
+        if not all(shape.numel() for shapes in state["param_shapes"] for shape in shapes.values()):
+            raise ValueError("a parameter without elements")
+    except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{file} does not say which parameters its stage has: {error!r}") from error
+    scalars: dict[str, Scalar] = {}
+    for name, value in flatten("", found):
+        scalars[f"rank of stage {pp_rank} tensor {tp_rank}/{name}"] = Scalar(value_text(value), file, owner)
+        if pp_rank == tp_rank == 0:
+            scalars[f"engine/{name}"] = Scalar(value_text(value), file, owner)
+    return state, scalars
+
+
+def value_text(value: Any) -> str:
+    """Text of a value that is not a tensor of the model; different values give different texts."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return repr(value.item()) if value.numel() == 1 else state_digest(value)
+
+
+def state_digest(state: Any) -> str:
+    """XXH3-128 of all values of a nested state."""
+    found = xxhash.xxh3_128()
+    for name, value in flatten("", state):
+        content: Any = repr(value).encode()
+        if isinstance(value, Tensor):
+            content = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found.update(name.encode() + b"\0" + content)
+    return found.hexdigest()
+
+
+def _check_map(files: StateFiles, file: Path, group: int, dp_rank: int, expected: list[Fragments]) -> str:
+    """Name of the other shard that the file claims to hold; empty: the expected one."""
+    try:
+        mapping = files.load(file)["optimizer_state_dict"]["param_slice_mappings"][group]
+        found = {name: (address.start, address.numel) for name, address in mapping.items()}
+    except (FileNotFoundError, CheckpointError):
+        return ""  # reported when the piece is read
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} does not say which parameters it has: {error!r}") from error
+    if found == expected[dp_rank]:
+        return ""
+    if found in expected:
+        return f"the shard of dp rank {expected.index(found)}"
+    if set(found) & {name for fragments in expected for name in fragments}:
+        raise CheckpointError(
+            f"{file} has parameters elsewhere than ZeRO-1 lays them by default; parameter_alignment and "
+            "round_robin_gradients are not supported"
+        )
+    return "the shard of another stage"
+
+
+def _master_length(files: StateFiles, file: Path, dp_rank: int, laid: tuple[int, list[Fragments]]) -> int:
+    """Elements of a group's master weights in one rank's file; only the optimizer that omits the last rank's padding
+    saves ``zero_stage``.
+    """
+    length, expected = laid
+    try:
+        padded = "zero_stage" not in files.load(file)["optimizer_state_dict"]
+    except (FileNotFoundError, CheckpointError, KeyError, TypeError):
+        return length  # reported when the piece is read
+    if padded or dp_rank != len(expected) - 1:
+        return length
+    real = sum(numel for fragments in expected for _, numel in fragments.values())
+    return max(0, real - length * dp_rank)
+
+
+def open_deepspeed(path: Path) -> View:
+    """Open the view of a checkpoint, ``step_NNNNNNNN``, with every piece located.
+
+    CheckpointError if the manifest, ``megasdc.json`` or the file of a stage cannot be read, files of other nodes are
+    missing, or the layout of parameters is not supported.
+    """
+    return _Opening(path).view()
+
+
+@dataclass(frozen=True)
+class States:
+    """Where the optimizer's states of a checkpoint are.
+
+    Attributes:
+        copies: of a parameter's state, by name of the pipeline with backend ``torch`` and slot.
+        shapes: unsharded shape of every parameter of the model, by its name in the pipeline.
+        stage: content of the file of the first stage.
+        files: through which all of it is read.
+    """
+
+    copies: dict[tuple[str, Slot], list[Copy]]
+    shapes: dict[str, list[int]]
+    stage: dict[str, Any]
+    files: StateFiles
+
+
+def locate_states(path: Path, names: Collection[str]) -> States:
+    """Locate master weights and moments of some parameters, whichever of the checkpoint's other files are there.
+
+    Args:
+        names: of the parameters in the pipeline.
+
+    CheckpointError as of ``open_deepspeed``.
+    """
+    return _Opening(path).states(names)
+
+
+def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
+    """Counters and loader position in a checkpoint's ``megasdc.json``, and its content; else CheckpointError."""
+    state = read_shared_state(path)
+    found = {
+        name if name.startswith("loader/") else f"run/{name}": Scalar(
+            repr(value), path / SHARED_STATE_FILE, WriterRank()
+        )
+        for name, value in flatten("", counters_of(state))
+    }
+    return found, state
+
+
+class _Opening:
+    """The work of ``open_deepspeed``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.files = path, StateFiles()
+        manifest = read_manifest(path)
+        self.layout, self.manifest = manifest.layout, manifest
+        self.hosts = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
+        self.records = manifest.by_name()
+        for other in read_other_nodes(path):
+            _same_save(path, manifest, other)
+            self.records |= other.by_name()
+        if manifest.storage == "node_local" and (lacking := find_missing(path, manifest, set(self.records))):
+            raise CheckpointError("; ".join(lacking))
+        self.scalars, state = shared_scalars(path)
+        self.real_rows = int(state["vocab_size"]) if state.get("vocab_size") else None
+        model = model_of(state, path)
+        self.splits = {torch_name(name): split for name, split in parameter_splits(model).items()}
+        self.prefix = find_prefix(self.records)
+        self.copies: dict[tuple[str, Slot], list[Copy]] = {}
+        self.problems: list[str] = []
+
+    def view(self) -> View:
+        """The complete view."""
+        for pp_rank in range(self.layout.pipeline):
+            stages = [self._stage(pp_rank, tp_rank) for tp_rank in range(self.layout.tensor)]
+            self._add_weights(stages[0]["param_shapes"], pp_rank)
+            for group in range(len(stages[0]["param_shapes"])):
+                self._add_states([stage["param_shapes"][group] for stage in stages], pp_rank, group)
+        self._add_rng()
+        self._add_empty_layers()
+        return View(
+            path=self.path,
+            kind="DeepSpeed pipeline with ZeRO-1",
+            layout=str(self.layout),
+            slots=("weight", "master", "exp_avg", "exp_avg_sq", "scalar"),
+            entries={
+                key: Entry(tuple(copies), self.real_rows if self.splits[key[0]] is Split.VOCABULARY else None)
+                for key, copies in self.copies.items()
+            },
+            scalars=self.scalars,
+            problems=self.problems,
+            records={self.path / name: record for name, record in self.records.items()},
+            save_id=self.manifest.save_id,
+        )
+
+    def states(self, names: Collection[str]) -> States:
+        """Where the states of some parameters are."""
+        shapes: dict[str, list[int]] = {}
+        first: dict[str, Any] = {}
+        for pp_rank in range(self.layout.pipeline):
+            stages = [self._stage(pp_rank, tp_rank) for tp_rank in range(self.layout.tensor)]
+            first = first or stages[0]
+            for group, of_group in enumerate(stages[0]["param_shapes"]):
+                for name, local in of_group.items():
+                    shapes[name] = list(whole_shape(tuple(local), self._split(name), self.layout.tensor))
+                if not of_group.keys().isdisjoint(names):
+                    self._add_states([stage["param_shapes"][group] for stage in stages], pp_rank, group)
+        return States(self.copies, shapes, first, self.files)
+
+    def _split(self, name: str) -> Split:
+        fqn = torch_name(name)
+        if fqn not in self.splits:
+            raise CheckpointError(f"{self.path} has a parameter {name}, which its model has not")
+        return self.splits[fqn]
+
+    def _owner(self, pp_rank: int, dp_rank: int, tp_rank: int) -> WriterRank:
+        rank = (pp_rank * self.layout.data + dp_rank) * self.layout.tensor + tp_rank  # tensor ranks vary fastest
+        return WriterRank(rank, dp_rank, pp_rank, tp_rank, self.hosts.get(rank))
+
+    def _writer(self, name: str) -> WriterRank:
+        record = self.records.get(name)
+        if record is None:
+            return WriterRank()
+        dims = self.layout.dims(record.rank)
+        return WriterRank(record.rank, dims.dp_rank, dims.pp_rank, dims.tp_rank, record.node)
+
+    def _stage(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
+        file = self.path / stage_file(pp_rank * self.layout.tensor + tp_rank)
+        state, scalars = read_stage(self.files, file, self._writer(file.name), pp_rank, tp_rank)
+        self.scalars |= scalars
+        return state
+
+    def _add_weights(self, groups: list[dict[str, torch.Size]], pp_rank: int) -> None:
+        for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
+            if name == TIED_EMBEDDING and pp_rank:
+                continue  # saved once, by the first stage
+            index, key = split_name(name)
+            pieces = [self._weight(index, key, tp_rank, tuple(shape)) for tp_rank in range(self.layout.tensor)]
+            self._add(name, "weight", tuple(shape), [(piece,) for piece in pieces])
+
+    def _weight(self, index: int, key: str, tp_rank: int, shape: tuple[int, ...]) -> Piece:
+        name = layer_file(index, tp_rank)
+        saved = ((self.records[name].tensors or {}) if name in self.records else {}).get(key)
+        return Piece(
+            self.path / name,
+            self._writer(name),
+            prod(shape),
+            partial(self.files.tensor, self.path / name, key),
+            shape=shape,
+            dtype=parse_type(saved)[0] if saved else None,
+        )
+
+    def _add_states(self, shapes_of: list[dict[str, torch.Size]], pp_rank: int, group: int) -> None:
+        """Add master weights and moments of one group of a stage's parameters."""
+        pieces: dict[tuple[str, Slot], list[tuple[Piece, ...]]] = {}
+        for tp_rank, shapes in enumerate(shapes_of):
+            stage = pp_rank * self.layout.tensor + tp_rank
+            replicas = [
+                (self.path / shard_file(dp_rank, stage, self.prefix), self._owner(pp_rank, dp_rank, tp_rank))
+                for dp_rank in range(self.layout.data)
+            ]
+            found, scalars = locate_shards(self.files, replicas, group, shapes)
+            self.scalars |= scalars
+            for key, shard in found.items():
+                pieces.setdefault(key, []).append(shard)
+        for (name, slot), shards in pieces.items():
+            self._add(name, slot, tuple(shapes_of[0][name]), shards)
+
+    def _add_rng(self) -> None:
+        for rank in range(self.manifest.world_size):
+            file = self.path / rank_state_file(rank)
+            value: str | None = None
+            try:
+                if file.exists():
+                    value = state_digest(load_checked(file))
+            except CheckpointError as error:
+                self.problems.append(str(error))
+                continue
+            self.scalars[f"rank {rank:05d}{GLOBAL_GENERATORS}"] = Scalar(value, file, self._writer(file.name))
+
+    def _add_empty_layers(self) -> None:
+        """Add files of layers without parameters, which DeepSpeed requires to exist."""
+        for name, record in self.records.items():
+            if record.tensors == {}:
+                value = "is there" if (self.path / name).exists() else None
+                self.scalars[f"rank {record.rank:05d}/{name}"] = Scalar(value, self.path / name, self._writer(name))
+
+    def _add(self, name: str, slot: Slot, local: tuple[int, ...], shards: list[tuple[Piece, ...]]) -> None:
+        split, tensor = self._split(name), self.layout.tensor
+        copies = self.copies.setdefault((torch_name(name), slot), [])
+        if split is Split.REPLICATED:
+            copies += [Copy(local, (shard,)) for shard in shards]
+        else:
+            copies.append(Copy(whole_shape(local, split, tensor), tuple(shards), split))
+
+
+def _same_save(path: Path, manifest: Manifest, other: Manifest) -> None:
+    if other.save_id != manifest.save_id:
+        raise CheckpointError(f"{path}: the manifest of node {other.node} is of another save of this step")
