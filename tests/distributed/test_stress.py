@@ -21,9 +21,9 @@ from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import Injector
 from megasdc.ops.stress.collectives import Group, check_group
 from megasdc.ops.stress.drill import ALONE, read_drill
+from megasdc.ops.stress.host_verdict import judge_stress
 from megasdc.ops.stress.run import StressPlan, stress_hosts
 from megasdc.ops.stress.state import ALONE as OWN
-from megasdc.ops.stress.verdict import judge_stress
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
 

@@ -34,10 +34,7 @@ from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.dropcompute.gate import DECISIONS_FILE, DecisionLog, StepDecisions
 from megasdc.lab.traces.traces import RunTraces, TraceReport, compare_traces_of_runs, load_traces
-from megasdc.lab.triage.positions import RunPast
-from megasdc.lab.triage.step_data import StepData, Wanted, data_of_run, read_past
-from megasdc.lab.triage.step_settings import configs_of_starts
-from megasdc.lab.triage.verdict import (
+from megasdc.lab.triage.conclusion import (
     StepComparison,
     StepEvidence,
     TriageConclusion,
@@ -46,6 +43,9 @@ from megasdc.lab.triage.verdict import (
     find_far_samples,
     find_large_updates,
 )
+from megasdc.lab.triage.positions import RunPast
+from megasdc.lab.triage.step_data import StepData, Wanted, data_of_run, read_past
+from megasdc.lab.triage.step_settings import configs_of_starts
 from megasdc.metrics.writer import StepDetails, read_details, read_metrics
 from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.hosts import read_hostfile

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megasdc.lab.triage.conclusion import StepComparison, Verdict
 from megasdc.lab.triage.step_data import SampleData
 from megasdc.lab.triage.step_data_page import SHOWN_CHARACTERS
 from megasdc.lab.triage.triage import Triage
-from megasdc.lab.triage.verdict import StepComparison, Verdict
 from megasdc.metrics.writer import ParameterDetails
 from megasdc.output.page import Cell, Page, PageSection, State, Table, number_cell
 from megasdc.sdc.incident import ranges

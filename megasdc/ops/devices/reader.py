@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megasdc.ops.devices.device_verdict import DeviceVerdict, VerdictReason, worst
 from megasdc.ops.devices.nvml import Unavailable
 from megasdc.ops.devices.readings import DeviceHistory, DeviceReading
 from megasdc.ops.devices.rules import OURS, judge_device
-from megasdc.ops.devices.verdict import DeviceVerdict, VerdictReason, worst
 
 _WAIT_S = 0.5
 """Longest wait at once; also how long after an event the next reading is, so that many events are one reading."""

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megasdc.ops.devices.device_verdict import DeviceVerdict
 from megasdc.ops.devices.reader import Judged
 from megasdc.ops.devices.survey import Survey
-from megasdc.ops.devices.verdict import DeviceVerdict
 
 NO_PROOF = "Telemetry proves no silent data corruption, nor its absence: megasdc stress, audits and traces test that."
 _STYLES = {DeviceVerdict.FIT: "green", DeviceVerdict.DEGRADED: "bold yellow", DeviceVerdict.UNFIT: "bold red"}

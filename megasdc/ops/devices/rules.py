@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from megasdc.ops.devices.device_verdict import DeviceVerdict, VerdictReason
 from megasdc.ops.devices.readings import HOST, DeviceHistory
-from megasdc.ops.devices.verdict import DeviceVerdict, VerdictReason
 
 SOURCE = "https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"
 PROGRAM = "restart the run; if it recurs, check the program with compute-sanitizer, then the device"

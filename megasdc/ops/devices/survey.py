@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasdc.common.errors import LaunchError
+from megasdc.ops.devices.device_verdict import DeviceVerdict, VerdictReason, worst
 from megasdc.ops.devices.reader import ReaderState
 from megasdc.ops.devices.rules import OURS
-from megasdc.ops.devices.verdict import DeviceVerdict, VerdictReason, worst
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megasdc.ops.devices.device_verdict import DeviceVerdict, worst
 from megasdc.ops.devices.kernel_log import KernelLog
 from megasdc.ops.devices.nvml import Nvml
 from megasdc.ops.devices.reader import DeviceReader, Judged
 from megasdc.ops.devices.readings import HOST, DeviceReading
 from megasdc.ops.devices.survey import Survey
-from megasdc.ops.devices.verdict import DeviceVerdict, worst
 
 PROBE_S = 60.0
 """Seconds between writes that measure a disk."""

@@ -33,6 +33,15 @@ from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.launch import environment, host_failed, own_lines
 from megasdc.ops.launch.checks import HostReport, address_from_here, inspect_hosts, left_locks, master_address
 from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.launch_verdict import (
+    LaunchVerdict,
+    Met,
+    after_suspension,
+    judge_launch,
+    launcher_killed,
+    lines_of,
+    read_met,
+)
 from megasdc.ops.launch.on_host import files, private
 from megasdc.ops.launch.plan import LaunchPlan, plan_launch
 from megasdc.ops.launch.process import LauncherProcess
@@ -45,15 +54,6 @@ from megasdc.ops.launch.supervision import (
     gather_records,
     print_front_message,
     wait_for_ranks,
-)
-from megasdc.ops.launch.verdict import (
-    LaunchVerdict,
-    Met,
-    after_suspension,
-    judge_launch,
-    launcher_killed,
-    lines_of,
-    read_met,
 )
 from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
 from megasdc.parallel.rendezvous import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret

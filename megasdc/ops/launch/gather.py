@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.config.load import load_config
 from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
+from megasdc.ops.launch.launch_verdict import judge_launch
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect
-from megasdc.ops.launch.verdict import judge_launch
 
 
 def main(argv: Sequence[str]) -> int:

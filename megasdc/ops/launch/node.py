@@ -33,13 +33,13 @@ from megasdc.common.versions import ends_at_launch_error
 from megasdc.ops.launch.command import GRACE_OPTION, RANK_MODULE
 from megasdc.ops.launch.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE
 from megasdc.ops.launch.launch_alone import import_launch
+from megasdc.ops.launch.launch_verdict import describe_code
 from megasdc.ops.launch.on_host import private
 from megasdc.ops.launch.on_host.build_locks import BuildLocks
 from megasdc.ops.launch.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
 from megasdc.ops.launch.own_lines import own_lines_to, pop_folder_option
 from megasdc.ops.launch.rank import RankCommand
 from megasdc.ops.launch.records import read_done, records_dir, write_ended
-from megasdc.ops.launch.verdict import describe_code
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE
 from megasdc.parallel.rendezvous import PRIVATE_VARIABLE
 

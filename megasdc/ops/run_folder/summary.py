@@ -17,7 +17,7 @@ from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.front.clocks import describe_differing_dates
 from megasdc.ops.health.hosts import last_step_seen
 from megasdc.ops.health.incident_file import HangIncident
-from megasdc.ops.launch.verdict import SHOWN, Met
+from megasdc.ops.launch.launch_verdict import SHOWN, Met
 from megasdc.ops.run_folder.record import CONFIG_FILE, LaunchEnding, RunRecord, load_run
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER

@@ -10,11 +10,11 @@ from pathlib import Path
 from megasdc.common.errors import CorruptionError
 from megasdc.ops.golden.record import record_golden_trace as record_trace
 from megasdc.ops.stress.golden import GoldenFolder, save_products
+from megasdc.ops.stress.host_verdict import HEALTHY
 from megasdc.ops.stress.result import StressResult
 from megasdc.ops.stress.run import Progress, StressPlan, stress_hosts
 from megasdc.ops.stress.state import GEMM, TRAINING
 from megasdc.ops.stress.training import small_run
-from megasdc.ops.stress.verdict import HEALTHY
 from megasdc.train.detection.golden_key import workload_of
 
 

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from megasdc.common.errors import CorruptionError, LaunchError
 from megasdc.ops.stress.drill import DrillRequest
+from megasdc.ops.stress.host_verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict
 from megasdc.ops.stress.pair_links import LinksReport
 from megasdc.ops.stress.state import HostState
-from megasdc.ops.stress.verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict
 
 EXIT_CODES = {
     UNHEALTHY: CorruptionError.exit_code,

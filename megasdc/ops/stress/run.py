@@ -15,6 +15,7 @@ from megasdc.ops.stress.arrange import pairings, turns_of_round
 from megasdc.ops.stress.drill import DrillRequest, summarize_drills
 from megasdc.ops.stress.golden import GoldenFolder
 from megasdc.ops.stress.host import HostLinks, Place
+from megasdc.ops.stress.host_verdict import judge_stress
 from megasdc.ops.stress.pair_links import keep_figures, measure_pairs, report_links
 from megasdc.ops.stress.result import StressResult
 from megasdc.ops.stress.state import (
@@ -29,7 +30,6 @@ from megasdc.ops.stress.state import (
     load_state,
     save_state,
 )
-from megasdc.ops.stress.verdict import judge_stress
 
 MEETINGS = 3
 """Partners of a host in a round; with two or more, a host that is always wrong is named in the first round."""

@@ -40,7 +40,7 @@ class FrontResult:
         ended_at: when it did, seconds since the epoch.
         monotonic: when that was on the monotonic clock of its host; None: of an earlier version.
         boot: id of its kernel since it was booted; None: likewise.
-        memory: as of ``megasdc.ops.launch.verdict.LaunchVerdict``.
+        memory: as of ``megasdc.ops.launch.launch_verdict.LaunchVerdict``.
     """
 
     exit_code: int

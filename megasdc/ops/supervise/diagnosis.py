@@ -22,7 +22,7 @@ from megasdc.common.errors import (
     TraceError,
 )
 from megasdc.ops.health.incident_file import HangIncident
-from megasdc.ops.launch.verdict import HOST_MEMORY
+from megasdc.ops.launch.launch_verdict import HOST_MEMORY
 from megasdc.ops.supervise.attempt_progress import AttemptProgress
 from megasdc.sdc.incident import Incident
 
@@ -191,7 +191,7 @@ class AttemptEvidence:
         failed_alike: hosts whose ranks have recorded that they ended with the exit code themselves.
         without_room: the supervisor has seen meanwhile that the run folder had no room.
         memory: whose want of memory ended the rank that failed first, as of
-        ``megasdc.ops.launch.verdict.LaunchVerdict``.
+        ``megasdc.ops.launch.launch_verdict.LaunchVerdict``.
         by_time: an incident of an earlier version, which does not name its launch, was matched by its host's date.
     """
 

@@ -38,10 +38,10 @@ from megasdc.events import Event, read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.hosts import last_step_seen
 from megasdc.ops.health.incident_file import load_hangs
+from megasdc.ops.launch.launch_verdict import RUN_MEMORY, Met
 from megasdc.ops.launch.records import collect
 from megasdc.ops.launch.remote import HostWatch
 from megasdc.ops.launch.request import LaunchRequest
-from megasdc.ops.launch.verdict import RUN_MEMORY, Met
 from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.attempt_process import FrontResult

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megasdc.ops.launch.verdict import REPLACED, RETURNED, REWOUND, Met, drain, order_by_step, read_met
+from megasdc.ops.launch.launch_verdict import REPLACED, RETURNED, REWOUND, Met, drain, order_by_step, read_met
 from megasdc.ops.supervise.diagnosis import KINDS, MENDABLE, RewindTarget
 from megasdc.ops.supervise.history import SUSPECTED, TESTED
 from megasdc.ops.supervise.host_tests import HostTest

@@ -14,8 +14,8 @@ from threading import Event, Thread
 
 from megasdc.common.durable import RoomProbe
 from megasdc.common.errors import LaunchError, StorageError
+from megasdc.ops.launch.launch_verdict import lines_of
 from megasdc.ops.launch.plan import new_launch_id
-from megasdc.ops.launch.verdict import lines_of
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.diagnosis import KINDS, MENDABLE, SIGNALS, diagnose
 from megasdc.ops.supervise.history import ENDED, GROWING, TESTED, Attempt, JournalHistory

@@ -24,7 +24,7 @@ from megasdc.ops.health.hosts import FileClock, HostPosition, read_hosts
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
 from megasdc.ops.health.links.judgement import places_of
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
-from megasdc.ops.launch.verdict import Met, read_met
+from megasdc.ops.launch.launch_verdict import Met, read_met
 from megasdc.ops.run_folder.marks import FAULT, details, lane_of
 from megasdc.ops.run_folder.record import (
     CONFIG_FILE,

@@ -22,7 +22,7 @@ from megasdc.lab.report.run_pages.figures.drops import drop_figures
 from megasdc.lab.report.run_pages.figures.goodput import goodput_figures
 from megasdc.lab.report.run_pages.figures.run import run_figures
 from megasdc.ops.health.incident_file import HangIncident, SharedStack
-from megasdc.ops.launch.verdict import read_met
+from megasdc.ops.launch.launch_verdict import read_met
 from megasdc.ops.run_folder.marks import (
     FAULT,
     FINDING,

@@ -6,10 +6,10 @@ import io
 
 from rich.console import Console
 
+from megasdc.lab.triage.conclusion import FarSample, LargeUpdate, StepComparison, StepEvidence, decide_triage
 from megasdc.lab.triage.step_data import MicroBatchData, SampleData, StepData, TextPart
 from megasdc.lab.triage.triage import DeviceReport, Triage
 from megasdc.lab.triage.triage_page import triage_page
-from megasdc.lab.triage.verdict import FarSample, LargeUpdate, StepComparison, StepEvidence, decide_triage
 from megasdc.metrics.writer import ParameterDetails, SampleLosses, StepDetails
 from megasdc.output.page import print_page
 

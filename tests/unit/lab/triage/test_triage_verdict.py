@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.lab.triage.triage import compare_numbers
-from megasdc.lab.triage.verdict import (
+from megasdc.lab.triage.conclusion import (
     Far,
     FarSample,
     LargeUpdate,
@@ -21,6 +20,7 @@ from megasdc.lab.triage.verdict import (
     find_far_samples,
     find_large_updates,
 )
+from megasdc.lab.triage.triage import compare_numbers
 from megasdc.metrics.writer import ParameterDetails, SampleLosses, StepDetails
 
 EQUAL = StepComparison(1000)

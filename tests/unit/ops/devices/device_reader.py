@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megasdc.ops.devices.device_verdict import worst
 from megasdc.ops.devices.kernel_log import KernelLog
 from megasdc.ops.devices.nvml import Nvml, Unavailable
 from megasdc.ops.devices.readings import DeviceHistory
 from megasdc.ops.devices.rules import judge_device
 from megasdc.ops.devices.survey import Survey
 from megasdc.ops.devices.telemetry import Telemetry
-from megasdc.ops.devices.verdict import worst
 
 STATE = Path(os.environ["NVML_STATE"])
 LOG = STATE.with_name("kmsg")

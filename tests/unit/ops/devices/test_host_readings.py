@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megasdc.ops.devices.device_verdict import worst
 from megasdc.ops.devices.kernel_log import KernelLog
 from megasdc.ops.devices.readings import HOST, DeviceHistory, DeviceReading
 from megasdc.ops.devices.rules import judge_device
 from megasdc.ops.devices.telemetry import LocalHost, Telemetry, write_latency_s
-from megasdc.ops.devices.verdict import worst
 
 BOOT = "6,0,0,-;Linux version 6.8.0\n6,1,1000000,-;mce: CPU0: Thermal monitoring enabled (TM1)\n"
 MCE = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from nvml_states import VALUES
 
+from megasdc.ops.devices.device_verdict import DeviceVerdict
 from megasdc.ops.devices.readings import COUNTERS, FROM_ZERO
 from megasdc.ops.devices.rules import DEVICE_RULES, HOST_RULES, XIDS, Over, xid_reasons
-from megasdc.ops.devices.verdict import DeviceVerdict
 
 HOST_VALUES = {
     *("edac_corrected", "edac_uncorrected", "load_1min", "load_per_cpu", "memory_available_bytes", "mce_lines"),

@@ -12,7 +12,7 @@ from megasdc.common.addresses import Address
 from megasdc.common.errors import TraceError
 from megasdc.ops.health.incident import INCIDENT_FOLDER, conclude
 from megasdc.ops.health.incident_file import load_hangs
-from megasdc.ops.launch.verdict import lines_of, of_incident, read_met
+from megasdc.ops.launch.launch_verdict import lines_of, of_incident, read_met
 from megasdc.sdc.incident import (
     DisputedRank,
     Environment,

@@ -10,8 +10,8 @@ import pytest
 from megasdc.common.host import MemoryKill
 from megasdc.common.origin import HostClock
 from megasdc.ops.health.incident import STANDSTILL
+from megasdc.ops.launch.launch_verdict import ABORTED, after_suspension, describe_code, judge_launch
 from megasdc.ops.launch.records import DoneRecord, EndedRecord, HostRecord, LaunchRecords, StartedRecord, parse_records
-from megasdc.ops.launch.verdict import ABORTED, after_suspension, describe_code, judge_launch
 
 HOSTS = ["a", "a", "b", "b"]
 CLOCKS = {"a": HostClock("a", 5000.0, 0.0, 0.001, 0.0), "b": HostClock("b", -70.0, 0.0, 0.002, 0.0)}

@@ -12,7 +12,7 @@ from rich.console import Console
 from run_folder import add_hang, add_incident, losses, write_run
 
 from megasdc.lab.report.run_pages.run_page import run_page
-from megasdc.ops.launch.verdict import SHOWN, Met, lines_of, read_met
+from megasdc.ops.launch.launch_verdict import SHOWN, Met, lines_of, read_met
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.summary import render, summarize_run
 from megasdc.ops.supervise.allocation import Allocation

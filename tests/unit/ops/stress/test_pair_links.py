@@ -16,10 +16,10 @@ from rich.console import Console
 
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
 from megasdc.ops.stress import pair_links
+from megasdc.ops.stress.host_verdict import HEALTHY, judge_stress
 from megasdc.ops.stress.pair_links import KEPT, LinkEnd, keep_figures, measure_pairs, report_links
 from megasdc.ops.stress.result import StressResult, render_stress
 from megasdc.ops.stress.state import HostState, load_state, save_state
-from megasdc.ops.stress.verdict import HEALTHY, judge_stress
 
 PLAN = {"hosts": ["a", "b", "c"], "only": ["links"], "drill": None}
 

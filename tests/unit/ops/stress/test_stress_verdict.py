@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megasdc.ops.stress.drill import DrillRequest
+from megasdc.ops.stress.host_verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict, judge_stress
 from megasdc.ops.stress.result import StressResult
 from megasdc.ops.stress.state import ALONE, Count, HostState
-from megasdc.ops.stress.verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict, judge_stress
 
 PLAN = {"hosts": [], "only": ["collectives", "gemm", "training"], "drill": None}
 RUN = {

@@ -23,7 +23,7 @@ import pytest
 from megasdc.common import durable as room
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import start_ticks
-from megasdc.ops.launch.verdict import Met
+from megasdc.ops.launch.launch_verdict import Met
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.attempt_process import file_of
 from megasdc.ops.supervise.attempt_progress import AttemptProgress
