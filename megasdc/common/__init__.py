@@ -1,1 +1,1 @@
-"""What every part uses: errors, durable files, locks, processes, versions."""
+"""What every part uses: errors, durable files, locks, origins, this host, connections, versions."""

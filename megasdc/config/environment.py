@@ -59,6 +59,8 @@ VARIABLES = (
 Sources: cuBLAS documentation, section Results Reproducibility; NCCL user guide, Environment Variables, and
 NVIDIA/nccl issue 1497 (NVLS); Megatron-core, docs/user-guide/deterministic-training.md.
 """
+CPU_KERNEL_VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
+"""Variables that select other CPU kernels; each was observed to change the bits of a layer (torch 2.13, AVX-512)."""
 
 
 def set_deterministic_environment(section: DeterminismSection, environ: MutableMapping[str, str]) -> None:

@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Literal
 
 from megasdc.config.drop_compute import INFINITE
-from megasdc.config.environment import VARIABLES
+from megasdc.config.environment import CPU_KERNEL_VARIABLES, VARIABLES
 from megasdc.config.load import RunConfig
 from megasdc.config.read import shown
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-CPU_KERNEL_VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
-"""Variables that select other CPU kernels; each was observed to change the bits of a layer (torch 2.13, AVX-512)."""
 STARTUP_MODULES = ("sitecustomize", "usercustomize")
 """Modules that Python imports before anything else, if they exist."""
 

@@ -40,7 +40,7 @@ def write_page(page: Page, path: Path, option: str = "--html", made: str = "") -
 
 
 def write_template(template: str, path: Path, option: str, **values: Any) -> None:
-    """Renders a template of ``megasdc/report/templates`` and writes it; ``option`` is named in the error message.
+    """Renders a template of ``megasdc/output/templates`` and writes it; ``option`` is named in the error message.
 
     In ``values`` every text is escaped; ``data`` is for the script, JSON values only.
     """

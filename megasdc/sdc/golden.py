@@ -34,8 +34,7 @@ from megasdc import __version__
 from megasdc.common.addresses import ACCUMULATED_GRAD, PARAMETER, PHASES, RECOMPUTE, REPLICA_PHASES, UPDATE, Address
 from megasdc.common.errors import StorageError, TraceError
 from megasdc.common.program import write_atomically
-from megasdc.config.environment import VARIABLES
-from megasdc.config.repeatability import CPU_KERNEL_VARIABLES
+from megasdc.config.environment import CPU_KERNEL_VARIABLES, VARIABLES
 from megasdc.config.sections import TraceSection
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Counts, Trace, TraceWriter, compare_rank, execution_key, read_trace
