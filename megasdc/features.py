@@ -20,6 +20,14 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.sizes import ModelSizes, model_sizes, padded_vocab_size
 from megasdc.parallel.dims import ReplicaWorld
 from megasdc.train.build import Features, SharedLaunch, Start
+from megasdc.train.checkpointer import (
+    MemoryCheckpoints,
+    OncePerStep,
+    RunState,
+    Saver,
+    WaitForSnapshots,
+    checkpoint_folder,
+)
 from megasdc.train.detection.budget import coverage_table, measure_speed, plan_checks
 from megasdc.train.detection.chain import Chain
 from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
@@ -29,8 +37,6 @@ from megasdc.train.gradient_bounds import GradientBounds
 from megasdc.train.isolation import IsolationLimit
 from megasdc.train.process import CollectionTimer, ManagedCollection
 from megasdc.train.report import Evaluator, Reporter, StartReport, build_writer
-from megasdc.train.saving.memory import MemoryCheckpoints
-from megasdc.train.saving.saver import OncePerStep, RunState, Saver, WaitForSnapshots, checkpoint_folder
 from megasdc.train.stop import FolderWatch, LastLines, RoomWatch, SkipWatch, StopWatch
 from megasdc.train.trace import DetailsRecorder, TraceRecorder, build_tracer, trace_header
 from megasdc.train.user_hooks import build_user_hooks, refuse_shared_names

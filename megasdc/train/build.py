@@ -56,12 +56,12 @@ from megasdc.parallel.dims import ParallelDims, ReplicaWorld
 from megasdc.parallel.groups import device_uuid
 from megasdc.parallel.rendezvous import AskedRanks
 from megasdc.train.build_engine import build_training_engine, check_memory_here
+from megasdc.train.checkpointer import checkpoint_folder
 from megasdc.train.detection.step_checker import detects
 from megasdc.train.isolation import SurvivingRanks
 from megasdc.train.process import StartClock, prepare_cpu
 from megasdc.train.report import FILE_SINKS, sink_folder
-from megasdc.train.saving.resume import resume
-from megasdc.train.saving.saver import checkpoint_folder
+from megasdc.train.resume import resume
 from megasdc.train.signals import StopSignals
 
 if TYPE_CHECKING:

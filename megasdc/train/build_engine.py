@@ -25,9 +25,9 @@ from megasdc.optim.zero1 import parameter_groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.groups import device_index, ranks_on_device
+from megasdc.train.checkpointer import checkpoint_folder
 from megasdc.train.memory import HOST_BUCKET_ELEMENTS, check_memory, host_memory_bytes, memory_of_stages
 from megasdc.train.process import StartClock
-from megasdc.train.saving.saver import checkpoint_folder
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from checkpoint_model import Run
 from harness import run_distributed
 from small_disk import small_disk
 
+from megasdc.checkpoint.async_save import DiskSaver
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.save import Retention, SavedState, SaveResult
-from megasdc.checkpoint.snapshots.disk_saver import DiskSaver
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.determinism import capture_rng
 from megasdc.events import EventLog, read_events

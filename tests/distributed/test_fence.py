@@ -12,11 +12,11 @@ from whole_runs import events_of, prepare_text, pretrain_rank, write_config
 
 from megasdc.checkpoint.files import Fence, FencedError
 from megasdc.checkpoint.save import SaveJob
-from megasdc.checkpoint.snapshots.messages import Act
-from megasdc.checkpoint.snapshots.writer_main import act
+from megasdc.checkpoint.writer_main import act
+from megasdc.checkpoint.writer_process import Act
 from megasdc.common.run_lock import RECORD_FILE, Holder
 from megasdc.events import read_events
-from megasdc.train.saving.saver import Saver
+from megasdc.train.checkpointer import Saver
 from megasdc.train.stop import FolderWatch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

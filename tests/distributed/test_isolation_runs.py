@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from harness import run_distributed
 from whole_runs import MODELS, events_of, metrics_of, prepare_text, state_of, train_run, verdicts_of, write_config
 
-from megasdc.checkpoint.snapshots.held import memory_folder
+from megasdc.checkpoint.host_memory import memory_folder
 from megasdc.checkpoint.weights import load_weights, open_weights
 from megasdc.common.origin import read_identity
 from megasdc.config.sections import ParallelSection

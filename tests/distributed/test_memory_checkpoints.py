@@ -13,11 +13,9 @@ import torch
 from checkpoint_model import Run
 from harness import run_distributed
 
-from megasdc.checkpoint.load import load_checkpoint
-from megasdc.checkpoint.ranks import CheckpointGroup, find_place
-from megasdc.checkpoint.save import SavedState
-from megasdc.checkpoint.snapshots import held
-from megasdc.checkpoint.snapshots.held import (
+from megasdc.checkpoint import host_memory as held
+from megasdc.checkpoint.async_save import why_not
+from megasdc.checkpoint.host_memory import (
     HELD_FILE,
     Lineage,
     find_held,
@@ -26,9 +24,10 @@ from megasdc.checkpoint.snapshots.held import (
     rank_folder,
     write_line,
 )
-from megasdc.checkpoint.snapshots.memory_budget import why_not
-from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
-from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, find_in_memory, restore
+from megasdc.checkpoint.in_memory import InMemoryCheckpoint, MemorySaver, find_in_memory, restore
+from megasdc.checkpoint.load import load_checkpoint
+from megasdc.checkpoint.ranks import CheckpointGroup, find_place
+from megasdc.checkpoint.save import SavedState
 from megasdc.common.errors import CheckpointError
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.parallel.collectives import StepAgreement

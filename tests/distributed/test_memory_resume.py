@@ -23,10 +23,10 @@ from whole_runs import (
 )
 
 from megasdc.checkpoint.files import hash_file
+from megasdc.checkpoint.host_memory import HELD_FILE, RESTORE, find_held, mark_verified_up_to, memory_folder
+from megasdc.checkpoint.in_memory import MemorySaver
 from megasdc.checkpoint.ranks import FolderRanks
 from megasdc.checkpoint.records import write_record
-from megasdc.checkpoint.snapshots.held import HELD_FILE, RESTORE, find_held, mark_verified_up_to, memory_folder
-from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
 from megasdc.checkpoint.verify import mark_corruption
 from megasdc.common.origin import read_identity
 

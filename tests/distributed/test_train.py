@@ -145,7 +145,7 @@ def _pretrain_then_die(config: str, rank: int, step: int, moment: str) -> tuple[
                 for kind, function in TrainingEngine._INSTRUCTION_MAP.items()
             }
         else:
-            from megasdc.train.saving import saver as saving
+            from megasdc.train import checkpointer as saving
 
             save = saving.save_checkpoint
 
@@ -214,7 +214,7 @@ def test_sigterm_saves_and_ends_well(tmp_path: Path, data: Path) -> None:
 
 
 def _stopped_while_the_last_save_waits(config: str) -> tuple[int, str | None]:
-    from megasdc.train.saving import saver
+    from megasdc.train import checkpointer as saver
 
     saver.AGAIN_S = 0.5
     original = saver.Saver._wait_for_room

@@ -274,7 +274,7 @@ def test_a_run_goes_on_after_corruption_as_if_it_had_not_been(tmp_path: Path) ->
 
 def _watch_passed_over(config: str) -> list[tuple[int, list[int]]]:
     """Train, and note after each step which checkpoints are not of the run's past."""
-    from megasdc.train.saving.saver import Saver
+    from megasdc.train.checkpointer import Saver
 
     seen = []
     original = Saver.after_step

@@ -71,8 +71,6 @@ ROOMS = {
 """Layer of each room in its storey: a room imports rooms of lower layers of its storey only."""
 SIDEWAYS = ["metrics", "data", "model", "optim", "checkpoint", "engine"]
 """Inside layer 3 of the core a room may import those before it."""
-FOLDERS = {"checkpoint": ["", "snapshots"]}
-"""Folders inside a room: each may import itself and those before it; the empty name stands for the room's own files."""
 NO_TORCH = {"common", "events", "config", "output"}
 
 
@@ -157,25 +155,6 @@ def test_imports_go_down_in_a_storey(room):
         for line, other in imported_rooms(file)
         if storey_of(other) == storey_of(room) and not may_import(room, other)
     ]
-    assert wrong == []
-
-
-def folder_of(names, folders):
-    """Return the folder of a module inside a room, from its names below the room; the empty one for the room's own."""
-    return names[0] if names and names[0] in folders else ""
-
-
-@pytest.mark.parametrize("room", FOLDERS)
-def test_imports_inside_a_room_go_one_way(room):
-    """A folder of a room imports none that stands after it, and every folder of the room has its place."""
-    folders, wrong = FOLDERS[room], []
-    assert {entry.name for entry in (PACKAGE / room).iterdir() if (entry / "__init__.py").is_file()} <= set(folders)
-    for file in (PACKAGE / room).rglob("*.py"):
-        own = folders.index(folder_of(file.relative_to(PACKAGE / room).parts, folders))
-        for line, module in imported(file):
-            names = module.split(".")
-            if names[:2] == ["megasdc", room] and folders.index(folder_of(names[2:], folders)) > own:
-                wrong.append(f"{file.relative_to(PACKAGE)}:{line} imports {module}")
     assert wrong == []
 
 

@@ -26,7 +26,7 @@ from megasdc.lab.triage.positions import RunPast, follow_positions
 from megasdc.lab.triage.step_settings import settings_of_starts
 from megasdc.metrics.export import CONFIG_FILE
 from megasdc.metrics.writer import read_metrics
-from megasdc.train.saving.saver import checkpoint_folder
+from megasdc.train.checkpointer import checkpoint_folder
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.snapshots.held import linger, memory_folder
+from megasdc.checkpoint.host_memory import linger, memory_folder
 from megasdc.common.durable import append_bounded, replacing
 from megasdc.common.host import GONE, PAUSE_S, read_own_json, started_at
 from megasdc.common.user_code import LIMIT_S, alert

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megasdc.checkpoint.snapshots.held import memory_folder
+from megasdc.checkpoint.host_memory import memory_folder
 from megasdc.common.durable import probe
 from megasdc.common.errors import ConfigError, DataError, LaunchError, MegasdcError, StorageError
 from megasdc.common.host import SNAPSHOT_SHARE, free_memory, shared_folder

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.files import list_steps, step_folder
+from megasdc.checkpoint.host_memory import find_held, memory_folder, read_line
 from megasdc.checkpoint.manifest import installed_versions, read_complete
 from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, find_place
-from megasdc.checkpoint.snapshots.held import find_held, memory_folder, read_line
 from megasdc.checkpoint.verify import list_verified, mark_corruption, mark_verified
 from megasdc.common.errors import CorruptionError, DataError, StorageError
 from megasdc.common.user_code import alert
@@ -36,6 +36,7 @@ from megasdc.sdc.incident import FAULT_FIELDS, Environment, Incident, RankPlace,
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED
 from megasdc.sdc.vote import comparable_positions, differing_names
+from megasdc.train.checkpointer import checkpoint_folder, mark_memory
 from megasdc.train.detection.chain import SETTINGS, UsedSettings
 from megasdc.train.detection.findings import (
     AUDITED,
@@ -55,8 +56,6 @@ from megasdc.train.detection.findings import (
 )
 from megasdc.train.detection.golden import GoldenAnswer, GoldenCheck
 from megasdc.train.isolation import IsolationError
-from megasdc.train.saving.memory import mark_memory
-from megasdc.train.saving.saver import checkpoint_folder
 
 SHOWN_EVENTS = 20
 SHOWN_GAPS = 5

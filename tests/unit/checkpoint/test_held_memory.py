@@ -11,22 +11,22 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
-from megasdc.checkpoint.ranks import CheckpointGroup
-from megasdc.checkpoint.records import record_text
-from megasdc.checkpoint.snapshots.held import (
-    FORMAT_VERSION,
+from megasdc.checkpoint.host_memory import (
     HELD_FILE,
     OWNER_FILE,
+    SLOT_FORMAT_VERSION,
     HeldFile,
     SlotManifest,
     claim,
     linger,
     memory_folder,
+    partner_of,
     rank_folder,
     remove_forgotten,
 )
-from megasdc.checkpoint.snapshots.partner import partner_of
-from megasdc.checkpoint.snapshots.recover import find_in_memory
+from megasdc.checkpoint.in_memory import find_in_memory
+from megasdc.checkpoint.ranks import CheckpointGroup
+from megasdc.checkpoint.records import record_text
 from megasdc.common import host as shared_memory
 from megasdc.ops.launch.on_host import release
 from megasdc.parallel.dims import ParallelDims
@@ -140,7 +140,7 @@ def hold(folder: Path, rank: int, step: int) -> Path:
         digest = xxhash.xxh3_128_hexdigest(content)
         files.append(HeldFile(name=name, size_bytes=64, xxh3_128=digest, tensors=None))
     record = SlotManifest(
-        format_version=FORMAT_VERSION, run="run", start=1, step=step, time=1.0, rank=rank, host="here",
+        format_version=SLOT_FORMAT_VERSION, run="run", start=1, step=step, time=1.0, rank=rank, host="here",
         layout=[1, 1, 2], engine={}, versions={}, files=files, finite_step=step,
     )  # fmt: skip
     (slot / HELD_FILE).write_text(record_text(record))

@@ -18,13 +18,23 @@ import pytest
 import torch
 import xxhash
 
+from megasdc.checkpoint import in_memory
+from megasdc.checkpoint.host_memory import (
+    _HEAD,
+    _RIGHT,
+    GUESTS,
+    HELD_FILE,
+    SLOT_FORMAT_VERSION,
+    HeldFile,
+    Partner,
+    PartnerReplicas,
+    SlotManifest,
+    rank_folder,
+)
+from megasdc.checkpoint.in_memory import MemorySaver
 from megasdc.checkpoint.ranks import RankProblem
 from megasdc.checkpoint.records import read_record, record_text
-from megasdc.checkpoint.snapshots import memory_saver
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, SlotManifest, rank_folder
-from megasdc.checkpoint.snapshots.memory_saver import MemorySaver
-from megasdc.checkpoint.snapshots.messages import TaskResult
-from megasdc.checkpoint.snapshots.partner import _HEAD, _RIGHT, Partner, PartnerReplicas
+from megasdc.checkpoint.writer_process import TaskResult
 from megasdc.common.host import is_own_folder
 from megasdc.parallel.dims import ParallelDims
 
@@ -55,7 +65,7 @@ def filled(slot: Path, files: dict[str, bytes], versions: dict[str, str] | None 
         digest = xxhash.xxh3_128_hexdigest(content)
         held.append(HeldFile(name=name, size_bytes=len(content), xxh3_128=digest, tensors=None))
     return SlotManifest(
-        format_version=FORMAT_VERSION, run="run", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
+        format_version=SLOT_FORMAT_VERSION, run="run", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
         engine={}, versions=versions or {}, files=held, finite_step=None,
     )  # fmt: skip
 
@@ -77,7 +87,7 @@ def test_what_a_run_went_on_from_stays_where_its_first_snapshot_fails(
 ) -> None:
     """Nothing newer is held yet."""
     held = SimpleNamespace(record=SimpleNamespace(rank=0, step=4), folder=Path("slot_0"))
-    monkeypatch.setattr(memory_saver, "find_held", lambda *_: ([held], []))
+    monkeypatch.setattr(in_memory, "find_held", lambda *_: ([held], []))
     saver = saver_of(tmp_path, [])
     assert saver.adopt(4)
     failed = sent(saver, 5)
@@ -125,7 +135,7 @@ def test_a_slot_that_comes_in_pieces_is_held_as_it_was_sent(tmp_path: Path) -> N
         files = dict(zip("abc", map(os.urandom, sizes), strict=True))
         partner.send(slot, filled(slot, files, versions))
         assert {name: (kept / name).read_bytes() for name in "abc"} == files
-        assert read_record(kept / HELD_FILE, SlotManifest, FORMAT_VERSION).versions == versions
+        assert read_record(kept / HELD_FILE, SlotManifest, SLOT_FORMAT_VERSION).versions == versions
     record = filled(slot, files)
     for place in (0, 5 << 20, -1):
         changed = bytearray(files["b"])

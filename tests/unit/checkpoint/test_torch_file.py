@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.checkpoint import allowlist
+from megasdc.checkpoint import allowlist, writer_main, writer_process
+from megasdc.checkpoint.async_save import Snapshot, capture
 from megasdc.checkpoint.manifest import digest_file
-from megasdc.checkpoint.snapshots import torch_file, writer_main
-from megasdc.checkpoint.snapshots.capture import capture
-from megasdc.checkpoint.snapshots.messages import Act, StoreTask
-from megasdc.checkpoint.snapshots.snapshot import Snapshot
-from megasdc.checkpoint.snapshots.torch_file import lay_out, seal
-from megasdc.checkpoint.snapshots.writer_main import TornError, act, store
 from megasdc.checkpoint.tensor_files import Extent, StateFiles, read_whole
+from megasdc.checkpoint.writer_main import TornError, act, store
+from megasdc.checkpoint.writer_process import Act, StoreTask, lay_out, seal
 
 CPU = torch.device("cpu")
 FLAT = torch.arange(100, dtype=torch.float32)
@@ -157,7 +154,7 @@ def test_a_tensor_that_would_lose_something_is_refused() -> None:
 
 def test_large_members_have_wide_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit of 32 bits sizes and offsets are in 64 bits; here the limit is lowered."""
-    monkeypatch.setattr(torch_file, "_is_wide", lambda number: number >= 200)
+    monkeypatch.setattr(writer_process, "_is_wide", lambda number: number >= 200)
     tensors = [torch.arange(60, dtype=torch.float32), torch.arange(3, dtype=torch.float32)]
     captured = capture({"a": tensors[0], "b": tensors[1]}, "state.pt")
     layout = lay_out("state", captured.layout.members[0].content, [240, 12])

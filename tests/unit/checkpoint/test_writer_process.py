@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.checkpoint.snapshots.messages import Act, TaskResult
-from megasdc.checkpoint.snapshots.writer_process import WriterProcess
+from megasdc.checkpoint.writer_process import Act, TaskResult, WriterProcess
 
 
 @pytest.fixture

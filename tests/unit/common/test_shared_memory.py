@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.checkpoint.snapshots.held import OWNER_FILE, claim, memory_folder, owner, remove_forgotten
+from megasdc.checkpoint.host_memory import OWNER_FILE, claim, memory_folder, owner, remove_forgotten
 from megasdc.common import host as shared_memory
 from megasdc.common.errors import HangError, StorageError
 from megasdc.common.host import (

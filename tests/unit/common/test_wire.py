@@ -18,8 +18,15 @@ from typing import Any
 import pytest
 import xxhash
 
-from megasdc.checkpoint.snapshots.held import FORMAT_VERSION, GUESTS, HELD_FILE, HeldFile, SlotManifest, rank_folder
-from megasdc.checkpoint.snapshots.partner import Partner
+from megasdc.checkpoint.host_memory import (
+    GUESTS,
+    HELD_FILE,
+    SLOT_FORMAT_VERSION,
+    HeldFile,
+    Partner,
+    SlotManifest,
+    rank_folder,
+)
 from megasdc.common import wire
 from megasdc.common.wire import MAX_UNKNOWN, SECRET_BYTES, Door, WireError, connect
 
@@ -36,7 +43,7 @@ time.sleep(600)
 WRITER = """
 import resource, sys, time
 from pathlib import Path
-from megasdc.checkpoint.snapshots.partner import PartnerReplicas
+from megasdc.checkpoint.host_memory import PartnerReplicas
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 guests = PartnerReplicas(Path(sys.argv[1]), "127.0.0.1")
 print(guests.port, guests.token.hex(), flush=True)
@@ -69,7 +76,7 @@ def slot_of(folder: Path) -> tuple[Path, SlotManifest]:
     (folder / "part").write_bytes(content)
     file = HeldFile(name="part", size_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content), tensors=None)
     record = SlotManifest(
-        format_version=FORMAT_VERSION, run="r", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
+        format_version=SLOT_FORMAT_VERSION, run="r", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
         engine={}, versions={}, files=[file], finite_step=None,
     )  # fmt: skip
     return folder, record

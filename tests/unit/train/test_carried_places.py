@@ -10,7 +10,7 @@ import pytest
 from megasdc.common.errors import CheckpointError
 from megasdc.data.position import Position
 from megasdc.engine.hooks import Progress
-from megasdc.train.saving.resume import restore_counters
+from megasdc.train.resume import restore_counters
 
 
 def test_places_that_an_earlier_version_saved_are_believed_and_told() -> None:

@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
 from megasdc.config.changes import ChangedField
 from megasdc.config.load import parse_config
-from megasdc.train.saving.resume import ChangedSettings, rescale
+from megasdc.train.resume import ChangedSettings, rescale
 
 
 def _scaler(static: float = 0.0, **settings: Any) -> Any:

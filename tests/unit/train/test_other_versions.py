@@ -11,7 +11,7 @@ import pytest
 
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.events import EventLog, read_events
-from megasdc.train.saving.resume import log_other_versions
+from megasdc.train.resume import log_other_versions
 
 OTHER = {"deepspeed": "0.1.0", "torch": "2.1.0"}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import hash_file, list_replaced, list_steps, step_folder
-from megasdc.checkpoint.snapshots.held import MemorySlot, find_held
+from megasdc.checkpoint.host_memory import MemorySlot, find_held
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.durable import REPLACED_PREFIX
 from megasdc.common.host import own_prefix, shared_folder

@@ -19,7 +19,7 @@ from megasdc.parallel.processes import Process, start_module
 POLL_S = 0.01
 FOLLOW_S = 10.0
 """Seconds that ranks have to end after another one did, before they are ended as a launcher does."""
-_RANK, _WRITER, _AGENT = "tools.bench.checkpoints.recovery_rank", "snapshots.writer_main", "megasdc.ops.health.agent"
+_RANK, _WRITER, _AGENT = "tools.bench.checkpoints.recovery_rank", "checkpoint.writer_main", "megasdc.ops.health.agent"
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Ending(Hook):
 
 def train_and_fail(messages: Messages, config: Path, hosts: Sequence[str]) -> None:
     """Train until a step is on the disk, and that or a newer one in the memory of all ranks; then fail."""
-    from megasdc.train.saving.memory import MemoryCheckpoints
+    from megasdc.train.checkpointer import MemoryCheckpoints
 
     def ending(hooks: Sequence[Hook], _: Any) -> Hook:
         (memory,) = (hook for hook in hooks if isinstance(hook, MemoryCheckpoints))
@@ -110,7 +110,7 @@ def train_and_fail(messages: Messages, config: Path, hosts: Sequence[str]) -> No
 
 def start_again(messages: Messages, config: Path, hosts: Sequence[str]) -> None:
     """Resume, train one step, send the seconds of each part of that for each rank, and fail."""
-    from megasdc.train.saving import resume
+    from megasdc.train import resume
 
     clock = Clock()
     for name, part in RESUME_PARTS.items():

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from megasdc.checkpoint.snapshots import disk_saver, memory_saver
-from megasdc.checkpoint.snapshots.messages import StoreTask, TaskResult
-from megasdc.checkpoint.snapshots.snapshot import Snapshot
-from megasdc.checkpoint.snapshots.writer_process import WriterProcess
+from megasdc.checkpoint import async_save, in_memory
+from megasdc.checkpoint.async_save import Snapshot
+from megasdc.checkpoint.writer_process import StoreTask, TaskResult, WriterProcess
 
 WAIT, CAPTURE, ALLOCATE = "wait", "capture", "allocate"
 """Parts of a saver's calls: until the copy is whole, pickling, and memory for the snapshot."""
@@ -63,7 +62,7 @@ class SaveClock:
 
     def attach(self) -> None:
         """Time all snapshots and writers of this process from now on."""
-        for module in (disk_saver, memory_saver):
+        for module in (async_save, in_memory):
             module.capture_engine = self._part(CAPTURE, module.capture_engine)  # type: ignore[attr-defined]
         Snapshot.prepare = self._part(ALLOCATE, Snapshot.prepare)  # type: ignore[method-assign, assignment]
         Snapshot.wait = self._part(WAIT, Snapshot.wait)  # type: ignore[method-assign, assignment]

@@ -20,8 +20,7 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.train.build import Features, Start
-from megasdc.train.saving.memory import MemoryCheckpoints
-from megasdc.train.saving.saver import Saver, WaitForSnapshots
+from megasdc.train.checkpointer import MemoryCheckpoints, Saver, WaitForSnapshots
 from tools.bench.checkpoints.stall_clock import Moved, SaveClock
 from tools.bench.rank import Messages
 

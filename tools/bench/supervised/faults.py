@@ -31,7 +31,7 @@ START_S = 60.0
 FULL_S = (15.0, 40.0)
 """For how many seconds the run folder has no room."""
 POISON = Path(__file__).with_name("poison.py")
-_WRITER, _AGENT = "megasdc.checkpoint.snapshots.writer_main", "megasdc.ops.health.agent"
+_WRITER, _AGENT = "megasdc.checkpoint.writer_main", "megasdc.ops.health.agent"
 
 
 def _rank_killed(run: Target) -> None:

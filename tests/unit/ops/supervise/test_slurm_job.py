@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.checkpoint.snapshots.held import memory_folder
+from megasdc.checkpoint.host_memory import memory_folder
 from megasdc.common.errors import LaunchError
 from megasdc.ops.launch.command import parse_launcher_args
 from megasdc.ops.launch.request import LaunchRequest

@@ -1,9 +1,7 @@
-"""Resuming a run: from memory, from a checkpoint on the disk of any layout, or from a universal one; changed settings.
+"""Resuming a run: from memory, from a checkpoint on the disk of the same layout or of another one, or from a universal
+one.
 
-A change of the configuration is refused, or applied from the next step on and reported. DeepSpeed and torch restore the
-optimizer's saved settings: rates, decays, the clip, the loss scaler (DeepSpeed 0.19, torch 2.13). So the settings of
-the new engine are recorded before the load, and those that the user changed are put back after it; all others stay as
-saved, bit for bit.
+What every resume carries over besides the engine, whatever it goes on from, stands first.
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megasdc.checkpoint.host_memory import memory_folder
+from megasdc.checkpoint.in_memory import InMemoryCheckpoint, restore
 from megasdc.checkpoint.load import (
     LoadedInPartError,
     OpenUniversal,
@@ -40,8 +40,6 @@ from megasdc.checkpoint.ranks import (
     raise_on_all_ranks,
 )
 from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint, find_checkpoint, quarantine
-from megasdc.checkpoint.snapshots.held import memory_folder
-from megasdc.checkpoint.snapshots.recover import InMemoryCheckpoint, restore
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
 from megasdc.config.deepspeed import precision_of
@@ -55,8 +53,7 @@ from megasdc.engine.hooks import Run
 from megasdc.metrics.writer import cut_back, set_metrics_aside
 from megasdc.optim.zero1 import grouped_parameters
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.saving.memory import find_memory_checkpoint, keep_only, remove_step
-from megasdc.train.saving.saver import checkpoint_folder, wanted_dims
+from megasdc.train.checkpointer import checkpoint_folder, find_memory_checkpoint, keep_only, remove_step, wanted_dims
 
 _PARAMS = "optimizer.params."
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -22,11 +22,9 @@ from typing import Any
 import xxhash
 
 from megasdc.checkpoint.files import delete_unheld, hash_file
+from megasdc.checkpoint.host_memory import HELD_FILE, HeldFile, Partner, PartnerReplicas, SlotManifest
 from megasdc.checkpoint.records import write_record
-from megasdc.checkpoint.snapshots.held import HELD_FILE, HeldFile, SlotManifest
-from megasdc.checkpoint.snapshots.messages import Act, Join, Listen, StoredFile, StoreTask, TakenFile, TaskResult
-from megasdc.checkpoint.snapshots.partner import Partner, PartnerReplicas
-from megasdc.checkpoint.snapshots.torch_file import seal
+from megasdc.checkpoint.writer_process import Act, Join, Listen, StoredFile, StoreTask, TakenFile, TaskResult, seal
 from megasdc.common.durable import commit_folder, sync_path, write_durably
 
 _PIECE = 1 << 23

@@ -1,0 +1,407 @@
+"""The process that writes for a rank, as the rank sees it: tasks and answers, and files that it seals; no torch.
+
+A file of ``torch.save`` is laid out before its tensors are there, which are filled in later, in any order. It is a zip
+archive of uncompressed members: a pickle, a few notes on the format, and the bytes of each tensor, which begin at
+multiples of 64 so that they can be mapped. All but the checksums of the tensors is known beforehand. ``seal`` completes
+the file. Source: the zip format, PKWARE's APPNOTE.TXT 6.3; the members are those of torch 2.13.
+
+What runs in the process is ``megasdc.checkpoint.writer_main``; the rank never waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from megasdc.checkpoint.files import Fence
+
+_LOCAL, _CENTRAL = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I")
+_END64, _LOCATOR, _END = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI"), struct.Struct("<4s4H2IH")
+_WIDE = struct.Struct("<2H2Q")
+"""Extra field with both sizes in 64 bits."""
+_MARK, _MARK16 = 0xFFFFFFFF, 0xFFFF
+"""Instead of a number that is in an extra field or in the 64-bit end."""
+_ALIGNMENT = 64
+_PADDING = struct.Struct("<2sH")
+_OLD_VERSION, _WIDE_VERSION = 20, 45
+_DATE = 0x21
+"""The first of January 1980, as torch writes."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of the archive.
+
+    Attributes:
+        name: with the archive's own name before it.
+        header_at: offset of its local header.
+        offset: of its first byte.
+        size_bytes: of its content.
+        content: its bytes; None: of a tensor, filled in later.
+    """
+
+    name: str
+    header_at: int
+    offset: int
+    size_bytes: int
+    content: bytes | None
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Where everything lies in a file.
+
+    Attributes:
+        members: in order of offset.
+        directory_at: where the archive's directory begins.
+        size_bytes: of the whole file.
+    """
+
+    members: tuple[Member, ...]
+    directory_at: int
+    size_bytes: int
+
+    @property
+    def tensors(self) -> tuple[Member, ...]:
+        """The members whose bytes are filled in, in the order in which they were given."""
+        return tuple(one for one in self.members if one.content is None)
+
+    @property
+    def contents(self) -> list[bytes]:
+        """The pickle and the notes."""
+        return [one.content for one in self.members if one.content is not None]
+
+    def without_contents(self) -> FileLayout:
+        """The same, where the pickle and the notes are in the file already."""
+        members = (replace(one, content=None if one.content is None else b"") for one in self.members)
+        return replace(self, members=tuple(members))
+
+    def write_contents(self, file: memoryview) -> None:
+        """Write the pickle and the notes.
+
+        Args:
+            file: ``size_bytes``, writable.
+        """
+        for member in self.members:
+            if member.content is not None:
+                file[member.offset : member.offset + member.size_bytes] = member.content
+
+
+def lay_out(archive: str, pickled: bytes, tensor_bytes: Sequence[int]) -> FileLayout:
+    """Place a pickle and tensors in a file.
+
+    Args:
+        archive: name that all members have in common, that of the file without its ending.
+        pickled: refers to the tensors by their index.
+        tensor_bytes: size of each tensor, [tensors].
+    """
+    contents: list[tuple[str, bytes | int]] = [
+        ("data.pkl", pickled),
+        (".storage_alignment", str(_ALIGNMENT).encode()),
+        ("byteorder", b"little"),
+        *((f"data/{index}", size) for index, size in enumerate(tensor_bytes)),
+        ("version", b"3\n"),
+    ]
+    members, end = [], 0
+    for name, content in contents:
+        full = f"{archive}/{name}"
+        known = content if isinstance(content, bytes) else None
+        size = content if isinstance(content, int) else len(content)
+        head = end + _LOCAL.size + len(full.encode()) + _wide_bytes(size) + _PADDING.size
+        offset = -(-head // _ALIGNMENT) * _ALIGNMENT
+        members.append(Member(full, end, offset, size, known))
+        end = offset + size
+    directory = sum(len(_central_header(member, 0)) for member in members)
+    return FileLayout(tuple(members), end, end + directory + len(_end(len(members), end, directory)))
+
+
+def seal(file: memoryview, layout: FileLayout) -> None:
+    """Write the headers of all members and the archive's directory, once all contents are there.
+
+    Args:
+        file: ``layout.size_bytes``, writable.
+    """
+    place = layout.directory_at
+    for member in layout.members:
+        checksum = zlib.crc32(file[member.offset : member.offset + member.size_bytes])
+        file[member.header_at : member.offset] = _local_header(member, checksum)
+        header = _central_header(member, checksum)
+        file[place : place + len(header)] = header
+        place += len(header)
+    file[place:] = _end(len(layout.members), layout.directory_at, place - layout.directory_at)
+
+
+def _is_wide(number: int) -> bool:
+    return number >= _MARK
+
+
+def _wide_bytes(size: int) -> int:
+    return _WIDE.size if _is_wide(size) else 0
+
+
+def _local_header(member: Member, checksum: int) -> bytes:
+    name, wide = member.name.encode(), _is_wide(member.size_bytes)
+    extra = _WIDE.pack(1, 16, member.size_bytes, member.size_bytes) if wide else b""
+    filling = member.offset - member.header_at - _LOCAL.size - len(name) - len(extra) - _PADDING.size
+    extra += _PADDING.pack(b"FB", filling) + b"Z" * filling
+    version, size = (_WIDE_VERSION, _MARK) if wide else (_OLD_VERSION, member.size_bytes)
+    return _LOCAL.pack(b"PK\3\4", version, 0, 0, 0, _DATE, checksum, size, size, len(name), len(extra)) + name + extra
+
+
+def _central_header(member: Member, checksum: int) -> bytes:
+    name, extra = member.name.encode(), b""
+    size, header_at = member.size_bytes, member.header_at
+    if _is_wide(size) or _is_wide(header_at):
+        extra = struct.pack("<2H3Q", 1, 24, size, size, header_at)
+        size = header_at = _MARK
+    version = _WIDE_VERSION if extra else _OLD_VERSION
+    numbers = (version, version, 0, 0, 0, _DATE, checksum, size, size, len(name), len(extra), 0, 0, 0, 0, header_at)
+    return _CENTRAL.pack(b"PK\1\2", *numbers) + name + extra
+
+
+def _end(count: int, start: int, size: int) -> bytes:
+    """The end of the directory, in 64 bits too."""
+    wide = _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
+    locator = _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+    counts = min(count, _MARK16)
+    return wide + locator + _END.pack(b"PK\5\6", 0, 0, counts, counts, min(size, _MARK), min(start, _MARK), 0)
+
+
+@dataclass(frozen=True)
+class TakenFile:
+    """A file of a snapshot that is filled but not sealed.
+
+    Attributes:
+        path: where other processes can open it.
+        checksums: of its tensors before they were copied, in the order of the layout.
+        algorithm: of the checksums.
+        element_bytes: size of an element of each tensor.
+        contents: XXH3-64 of the pickle and the notes, in the order of the layout.
+        described: for a layer's file, data type and shape of each tensor, else None.
+        finite: whether its tensors held neither NaN nor Inf.
+    """
+
+    name: str
+    path: Path
+    layout: FileLayout
+    checksums: list[int]
+    algorithm: str
+    element_bytes: list[int]
+    contents: list[int]
+    described: dict[str, str] | None
+    finite: bool
+
+
+@dataclass(frozen=True)
+class StoreTask:
+    """Task: seal a snapshot's files, write them, and compare what they hold with the checksums.
+
+    Attributes:
+        target: folder to write them into.
+        in_place: they lie in that folder already.
+        texts: further files, by name.
+        held: the record of what is held in memory but for its files; None: there is none.
+    """
+
+    files: list[TakenFile]
+    target: Path
+    in_place: bool = False
+    texts: dict[str, str] = field(default_factory=dict)
+    held: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file that was stored.
+
+    Attributes:
+        content: ``megasdc.checkpoint.manifest.Content`` of a file that was written; None: it is in memory.
+    """
+
+    name: str
+    size_bytes: int
+    xxh3_128: str
+    described: dict[str, str] | None
+    content: Any
+
+
+@dataclass(frozen=True)
+class Act:
+    """Task: changes of names, done in this order.
+
+    Attributes:
+        texts: files to replace.
+        rename: folder's temporary and final name; None: none.
+        delete: folders to delete afterwards; one that cannot be deleted is reported, the others are.
+        fence: checked before; None: nothing is.
+    """
+
+    texts: dict[Path, str] = field(default_factory=dict)
+    rename: tuple[Path, Path] | None = None
+    delete: tuple[Path, ...] = ()
+    fence: Fence | None = None
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Task: receive the slots of other hosts' ranks, as ``megasdc.checkpoint.host_memory.PartnerReplicas``."""
+
+    folder: Path
+    address: str
+
+
+@dataclass(frozen=True)
+class Join:
+    """Task: send what is held to a partner from now on."""
+
+    address: str
+    port: int
+    token: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Of a task.
+
+    Attributes:
+        problem: why it failed; empty: it did not.
+        is_storage: whether a disk was the cause.
+        no_room: whether it had no room.
+        stored: of ``StoreTask``.
+        failed: a line for each folder that could not be deleted.
+        took_s: seconds of the task.
+        port, token: of ``Listen``.
+    """
+
+    problem: str = ""
+    is_storage: bool = False
+    no_room: bool = False
+    stored: list[StoredFile] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    took_s: float = 0.0
+    port: int = 0
+    token: bytes = field(default=b"", repr=False)
+
+
+Task = StoreTask | Act | Listen | Join
+POLL_S = 0.01
+_MODULE = "megasdc.checkpoint.writer_main"
+
+
+class WriterProcess:
+    """A process of its own, since a thread would keep the rank's Python from running.
+
+    Args:
+        describes: it describes the content of the files that it writes, for which it loads torch at its start.
+    """
+
+    def __init__(self, *, describes: bool) -> None:
+        self._describes = describes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None: it does not run."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start it where it does not run.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        if not self.lives:
+            self.close()
+            self._start()
+
+    def send(self, task: Task) -> None:
+        """Give it a task, which ``answer`` tells the end of; it is started first where it does not run.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.start()
+        self._tasks.put(task)
+
+    def hurry(self) -> None:
+        """Let it run from now on also where others want the processor: something had to wait for it."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):  # it has ended, or the system does not allow it
+                os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
+
+    def _start(self) -> None:
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-m", _MODULE, str(there.fileno()), str(os.getpid()), str(int(self._describes))]
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}  # it uses no device
+            self._process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
+        self._pipe, self._tasks = Connection(here.detach()), SimpleQueue()
+        self._sender = threading.Thread(target=_pass_on, args=(self._tasks, self._pipe), name="writer", daemon=True)
+        self._sender.start()
+
+    def ask(self, task: Task) -> TaskResult:
+        """Give it a task and wait for its end; for what takes no time.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.send(task)
+        while (found := self.answer()) is None:
+            time.sleep(POLL_S)
+        return found
+
+    def answer(self) -> TaskResult | None:
+        """What the last task has come to; None: it is not done."""
+        if self._process is None or self._pipe is None:
+            return TaskResult("its writer does not run", is_storage=True)
+        try:
+            if self._pipe.poll():
+                found: TaskResult = self._pipe.recv()
+                return found
+        except (EOFError, OSError):
+            code = self._process.wait()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return TaskResult(f"its writer (process {self._process.pid}) {how}", is_storage=True)
+        return None
+
+    def close(self) -> None:
+        """End it, whatever it is doing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._pipe is not None:
+            self._tasks.put(None)
+            self._sender.join()
+            self._pipe.close()
+        self._process = self._pipe = None
+
+
+def _pass_on(tasks: SimpleQueue[Task | None], pipe: Connection) -> None:
+    """Send tasks, for which a rank would have to wait where the writer is busy and the pipe is full."""
+    while (task := tasks.get()) is not None:
+        try:
+            pipe.send(task)
+        except OSError:  # it has ended, which the answer tells
+            return
