@@ -28,18 +28,9 @@ from megasdc.train.checkpointer import (
     WaitForSnapshots,
     checkpoint_folder,
 )
-from megasdc.train.detection.budget import coverage_table, measure_speed, plan_checks
-from megasdc.train.detection.chain import Chain
-from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
-from megasdc.train.detection.slices import SliceChecks
-from megasdc.train.detection.step_checker import StepChecker, build_detection, build_search, watches_of
-from megasdc.train.gradient_bounds import GradientBounds
-from megasdc.train.isolation import IsolationLimit
 from megasdc.train.process import CollectionTimer, ManagedCollection
 from megasdc.train.report import Evaluator, Reporter, StartReport, build_writer
 from megasdc.train.stop import FolderWatch, LastLines, RoomWatch, SkipWatch, StopWatch
-from megasdc.train.trace import DetailsRecorder, TraceRecorder, build_tracer, trace_header
-from megasdc.train.user_hooks import build_user_hooks, refuse_shared_names
 
 if TYPE_CHECKING:
     from megasdc.faults.drill import FaultDrill
@@ -49,7 +40,14 @@ if TYPE_CHECKING:
     from megasdc.ops.health.hooks.links import LinkPings
     from megasdc.ops.health.hooks.progress import Health
     from megasdc.ops.health.hooks.stragglers import StragglerWatch
+    from megasdc.train.detection.chain import Chain
+    from megasdc.train.detection.observe import ObserverSwitch
+    from megasdc.train.detection.slices import SliceChecks
+    from megasdc.train.detection.step_checker import StepChecker
     from megasdc.train.drop_compute import DropCompute
+    from megasdc.train.gradient_bounds import GradientBounds
+    from megasdc.train.isolation import IsolationLimit
+    from megasdc.train.trace import DetailsRecorder, TraceRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -308,23 +306,28 @@ def build_hooks(start: Start) -> list[Hook]:
     """
     built = _build(start)
     hooks = [(line.slot, hook) for line in ORDER if (hook := line.of(built)) is not None]
-    own = build_user_hooks(start.sections.hooks, start.run)
+    own = _user_hooks(start, [hook for _, hook in hooks])
     hooks += [(Slot(hook.slot), hook) for hook in own]
-    ordered = [hook for slot in Slot for at, hook in hooks if at is slot]
-    refuse_shared_names(ordered, own)
-    return ordered
+    return [hook for slot in Slot for at, hook in hooks if at is slot]
+
+
+def _user_hooks(start: Start, hooks: list[Hook]) -> list[Hook]:
+    if not start.sections.hooks:
+        return []
+    from megasdc.train.user_hooks import build_user_hooks, refuse_shared_names
+
+    own = build_user_hooks(start.sections.hooks, start.run)
+    refuse_shared_names([*hooks, *own], own)
+    return own
 
 
 def _build(start: Start) -> Built:
-    sections, run = start.sections, start.run
+    sections = start.sections
     study = _study(start)
-    writer = build_writer(start.config, run)
+    writer = build_writer(start.config, start.run)
     recording = _recording(start, writer, study)
-    interval = sections.logging.interval
     drop = _drop_compute(start, writer)
     times, slow = _times_and_stragglers(start, drop, writer)
-    specs = sections.optimizer_hooks
-    bounds = GradientBounds(specs, run, interval, writer) if specs else None
     memory, saver = _savers(start, writer, recording.detection)
     return Built(
         start=start,
@@ -332,7 +335,7 @@ def _build(start: Start) -> Built:
         times=times,
         stragglers=slow,
         drop=drop,
-        bounds=bounds,
+        bounds=_gradient_bounds(start, writer),
         study=study,
         memory=memory,
         saver=saver,
@@ -353,6 +356,15 @@ def _drop_compute(start: Start, writer: MetricsWriter | None) -> DropCompute | N
     from megasdc.train.drop_compute import DropCompute
 
     return DropCompute(section, start.run, writer, start.sections.logging.interval)
+
+
+def _gradient_bounds(start: Start, writer: MetricsWriter | None) -> GradientBounds | None:
+    specs = start.sections.optimizer_hooks
+    if not specs:
+        return None
+    from megasdc.train.gradient_bounds import GradientBounds
+
+    return GradientBounds(specs, start.run, start.sections.logging.interval, writer)
 
 
 def _stop_watch(start: Start) -> StopWatch:
@@ -377,7 +389,11 @@ def _study(start: Start) -> Study | None:
 
 def _isolation_limit(start: Start) -> IsolationLimit | None:
     steps = start.sections.sdc.isolation.max_steps
-    return None if start.remaining is None or steps is None else IsolationLimit(start.remaining, steps)
+    if start.remaining is None or steps is None:
+        return None
+    from megasdc.train.isolation import IsolationLimit
+
+    return IsolationLimit(start.remaining, steps)
 
 
 def _is_watched(start: Start) -> bool:
@@ -418,6 +434,9 @@ def _build_detection(start: Start, writer: MetricsWriter | None) -> StepChecker 
         if run.dims.rank == 0:
             logger.info(UNCHECKED)
         return None
+    from megasdc.train.detection.budget import coverage_table, measure_speed, plan_checks
+    from megasdc.train.detection.step_checker import build_detection
+
     speed = measure_speed(config, run.engine)
     plan = plan_checks(config, run.engine, run.loader.dataset.vocab_size, speed, run.host_group)
     if run.dims.rank == 0:
@@ -429,17 +448,24 @@ def _build_detection(start: Start, writer: MetricsWriter | None) -> StepChecker 
 
 def _recording(start: Start, writer: MetricsWriter | None, study: Study | None) -> Recording:
     """Hooks that observe the tensors of a step; all watches share one observation."""
-    config, run, injector = start.config, start.run, start.injection.injector
-    tracer = build_tracer(config.megasdc.trace, run.engine)
+    section = start.sections.trace
+    injector, detection = start.injection.injector, _build_detection(start, writer)
+    asked = section.enabled or section.details
+    if not asked and study is None and injector is None and detection is None:
+        return Recording(None, None, None, None)
+    from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
+    from megasdc.train.detection.step_checker import build_search, watches_of
+    from megasdc.train.trace import DetailsRecorder, TraceRecorder, build_tracer, trace_header
+
+    config, run = start.config, start.run
     watches = [] if injector is None else [watch_for_faults(injector, run.engine)]
     if study is not None:
         watches += study.watches()
-    if tracer is not None:
+    if (tracer := build_tracer(section, run.engine)) is not None:
         watches.append(watch_for_trace(tracer))
-    details = DetailsRecorder(run) if config.megasdc.trace.details else None
-    if details is not None:
+    if (details := DetailsRecorder(run) if section.details else None) is not None:
         watches.append(details.watch)
-    if (detection := _build_detection(start, writer)) is not None:
+    if detection is not None:
         watches += watches_of(detection)
     clock = None if detection is None else detection.budget.looks
     observation = ObserverSwitch(run.engine, watches, clock) if watches else None

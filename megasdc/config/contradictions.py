@@ -407,6 +407,11 @@ def asks_golden(file: MegasdcSection) -> bool:
     return file.sdc.golden is not None and file.determinism.enabled and asked
 
 
+def detects(file: MegasdcSection) -> bool:
+    """Whether a run has any check while it trains."""
+    return file.audit.enabled or file.sdc.always_on.enabled or asks_golden(file)
+
+
 def samples_lost(file: MegasdcSection, micro_batches: int) -> float:
     """Upper bound of the share of independent samples that audits take; 0 without audits of training micro-batches.
 

@@ -37,6 +37,7 @@ from megasdc.common.run_lock import (
 )
 from megasdc.common.versions import component_versions, untested_versions
 from megasdc.config.checks import BatchLayout, check_layout, replica_config
+from megasdc.config.contradictions import detects
 from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig
 from megasdc.config.sections import MegasdcSection, ParallelSection, StudySection
@@ -57,7 +58,6 @@ from megasdc.parallel.groups import device_uuid
 from megasdc.parallel.rendezvous import AskedRanks
 from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.checkpointer import checkpoint_folder
-from megasdc.train.detection.step_checker import detects
 from megasdc.train.isolation import SurvivingRanks
 from megasdc.train.process import StartClock, prepare_cpu
 from megasdc.train.report import FILE_SINKS, sink_folder

@@ -27,12 +27,11 @@ from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, OF_AUDIT, RECOMPUTE, Address
 from megasdc.common.errors import DataError
-from megasdc.config.contradictions import asks_golden
 from megasdc.config.detection import EXTRA, AlwaysOnSection, AuditSection, SdcSection
 from megasdc.config.drop_compute import DISCARD, RESAMPLE, DropComputeSection
 from megasdc.config.hooks import AFTER_NORM, LOCAL
 from megasdc.config.load import RunConfig
-from megasdc.config.sections import MegasdcSection, TraceSection
+from megasdc.config.sections import TraceSection
 from megasdc.data.loader import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
@@ -700,11 +699,6 @@ def _modules_of(submodule: Submodule, all_of_them: Sequence[Submodule], loss: An
     block = {one.kind: one.module for one in all_of_them if one.layer == submodule.layer}
     before, after = BETWEEN[submodule.kind]
     return block.get(before), block.get(after)
-
-
-def detects(sections: MegasdcSection) -> bool:
-    """Whether a run has any check while it trains."""
-    return sections.audit.enabled or sections.sdc.always_on.enabled or asks_golden(sections)
 
 
 def build_detection(
