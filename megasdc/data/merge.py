@@ -1,15 +1,19 @@
-"""Merging of shards into Megatron's files: documents are assigned to splits and written by Megatron-core's builder."""
+"""Merging of shards into Megatron's files: documents are assigned to splits and written by Megatron-core's builder.
+
+``DocumentOrigins``: where the documents of a split come from: which source, and which of its documents.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from megasdc.common.errors import DataError
 from megasdc.data.indexed import IdSource
-from megasdc.data.manifest import SPLITS, SplitRecord
+from megasdc.data.manifest import SPLITS, Manifest, SplitRecord
 from megasdc.data.shards import Shard, read_shard
 
 
@@ -119,3 +123,19 @@ def _mix(values: np.ndarray, seed: int) -> np.ndarray:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+class DocumentOrigins:
+    """Sources of the documents of one split of prepared data."""
+
+    def __init__(self, manifest: Manifest, split: str) -> None:
+        self._names = [source.source for source in manifest.sources]
+        self._ends = list(accumulate(source.num_documents for source in manifest.sources))
+        splits = assign_splits(self._ends[-1], manifest.settings["split"], manifest.settings["seed"])
+        self._numbers = np.flatnonzero(splits == SPLITS.index(split))
+
+    def of(self, document: int) -> tuple[str, int]:
+        """The source of a document of the split, and its number among the documents read there; both first 0."""
+        number = int(self._numbers[document])
+        source = int(np.searchsorted(self._ends, number, side="right"))
+        return self._names[source], number - (self._ends[source - 1] if source else 0)

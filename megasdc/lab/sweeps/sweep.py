@@ -33,9 +33,8 @@ from megasdc.common.errors import ConfigError, MegasdcError, PeerError, StorageE
 from megasdc.common.run_lock import open_lock_file
 from megasdc.config.data import DataSection
 from megasdc.config.sections import MegasdcSection
-from megasdc.data.destination import describe_settings
 from megasdc.data.manifest import MANIFEST_FILE, Manifest, digest_settings, verify_prepared
-from megasdc.data.prepare import prepare
+from megasdc.data.prepare import describe_settings, prepare
 from megasdc.events import EventLog
 from megasdc.lab.sweeps.outcome import DIVERGED, DONE, FAILED, RunOutcome, Yardstick, judge_run, write_outcome
 from megasdc.lab.sweeps.plan import PlannedRun, StartCheckpoint, SweepPlan, build_plan, measured_folder, runs_of

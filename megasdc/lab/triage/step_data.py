@@ -17,7 +17,7 @@ from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.data.dataset import BlendedTokens, TokenDataset, build_split, verify_section_data
 from megasdc.data.manifest import TOKENIZER_FOLDER, Manifest
-from megasdc.data.origins import DocumentOrigins
+from megasdc.data.merge import DocumentOrigins
 from megasdc.data.position import StepWork, planned_positions
 from megasdc.data.tokenizer import Tokenizer, load_tokenizer
 from megasdc.dropcompute.gate import DECISIONS_FILE, StepDecisions, read_decisions

@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.data.dataset import build_datasets
 from megasdc.data.manifest import Manifest
-from megasdc.data.origins import DocumentOrigins
+from megasdc.data.merge import DocumentOrigins
 from megasdc.data.prepare import prepare
 from megasdc.data.tokenizer import load_tokenizer
 
