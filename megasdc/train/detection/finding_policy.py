@@ -42,7 +42,7 @@ from megasdc.train.detection.findings import (
     AUDITED,
     COPIES,
     COPY,
-    ELSEWHERE,
+    MOVED,
     PARAMETERS,
     PLACE,
     PLACES,
@@ -214,7 +214,7 @@ class FindingPolicy:
             again = self._act(step, found, repaired)
         if agreed.raised[ROWS] and not again and evidence.rows is not None:
             again = self._act(step, self._findings.of_rows(engine, evidence.rows, earlier), repaired)
-        if agreed.raised[ELSEWHERE] and not again and evidence.moved is not None:
+        if agreed.raised[MOVED] and not again and evidence.moved is not None:
             found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, recompute_micro_batch, earlier)
             again = self._act(step, found, repaired)
         if audit_differs and not again:

@@ -60,8 +60,8 @@ from megasdc.train.detection.findings import (
     AUDITED,
     COPIES,
     COPY,
-    ELSEWHERE,
     LOSS,
+    MOVED,
     NO_RECORDS,
     NOT_FINITE,
     PARAMETERS,
@@ -188,7 +188,7 @@ class StepChecker(Hook):
     Args:
         settings: what is checked, and when.
         batches: this replica's micro-batches.
-        disputes: settles findings.
+        policy: settles findings.
         signals: of this process; SIGUSR2 requests an audit.
         budget: decides which steps look, and measures what that takes; its plan is reported at the start.
         referee: is shown the results of audited micro-batches, where it asks for one.
@@ -210,7 +210,7 @@ class StepChecker(Hook):
         settings: CheckSettings,
         run: Run,
         batches: StepBatches,
-        disputes: FindingPolicy,
+        policy: FindingPolicy,
         parameters: ParameterReader,
         signals: StopSignals,
         budget: CheckBudget,
@@ -223,17 +223,17 @@ class StepChecker(Hook):
         self._golden_interval = sdc.golden_interval
         self._golden_step: int | None = None  # the last step before which the golden workload was run
         self._batches = batches
-        self._disputes = disputes
+        self._policy = policy
         self.budget = budget
         size = sdc.always_on.slice_elements
         self.slices: SliceChecks | None = None
         if sdc.always_on.enabled and size is not None:
             self.slices = SliceChecks(
-                size, disputes.settle_slice, self._tell_weaker, budget, disputes.settings, settings.checkable
+                size, policy.settle_slice, self._tell_weaker, budget, policy.settings, settings.checkable
             )
         self.chain: Chain | None = None
         if sdc.always_on.enabled and sdc.always_on.chain:
-            self.chain = Chain(run, settings.algorithm, disputes.settle_slice, budget)
+            self.chain = Chain(run, settings.algorithm, policy.settle_slice, budget)
         self.rows: RowChecks | None = None
         if sdc.always_on.enabled and sdc.always_on.rows:
             self.rows = RowChecks(list_submodules(run.engine.module), run, budget.looks)
@@ -329,9 +329,9 @@ class StepChecker(Hook):
         """Find out which positions are comparable, and report what is covered; the first step is audited."""
         if self._audit.enabled and (run.dims.data > 1 or self.permuted is not None):
             self._first_step = run.engine.step_number
-        left = self._disputes.on_start(run)
+        left = self._policy.on_start(run)
         if self._always_on.enabled:
-            self._disputes.settings.start()
+            self._policy.settings.start()
         if self.place is not None:
             self.place.start()
         if run.dims.rank == 0:
@@ -345,7 +345,7 @@ class StepChecker(Hook):
 
     def _check_golden(self, run: Run) -> None:
         self._golden_step = run.engine.step_number
-        run.progress.paused_s += self._disputes.check_golden(self._golden_step)
+        run.progress.paused_s += self._policy.check_golden(self._golden_step)
 
     def before_step(self, run: Run) -> None:
         """Decide what is checked in this step."""
@@ -410,7 +410,7 @@ class StepChecker(Hook):
                     self._compute_extra(engine, self._extra)
                 audited, moved = self._audited.take(), self._move(engine)
             links, of_copy = self._links()
-            settings = self._disputes.settings.take() if self._always_on.enabled else NONE
+            settings = self._policy.settings.take() if self._always_on.enabled else NONE
             rows, given = self._found_in_rows(engine), self._found_in_tokens(engine)
             evidence = Evidence(
                 *(parameters, audited, checked, moved, rows, given, settings, of_copy),
@@ -420,7 +420,7 @@ class StepChecker(Hook):
             with budget.fixed:
                 wrong_row = evidence.rows is not None and evidence.rows.wrong is not None
                 wrong_tokens = evidence.given is not None and evidence.given.wrong is not None
-                found = {REPEATS: bool(checked.unrepeated), ELSEWHERE: evidence.place_matters}
+                found = {REPEATS: bool(checked.unrepeated), MOVED: evidence.place_matters}
                 found |= {ROWS: wrong_row, TOKENS: wrong_tokens}
                 found |= {NOT_FINITE: seen is not None, LOSS: not loss_is_finite(engine)}
                 found |= {NO_RECORDS: self._auditing and not len(audited)}
@@ -431,13 +431,13 @@ class StepChecker(Hook):
                 budget.ignore_step()
                 overflow = engine.fp16_enabled() and not some_loss  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
-            audit_differs = self._disputes.can_compare(agreed.differing[AUDITED])
+            audit_differs = self._policy.can_compare(agreed.differing[AUDITED])
             of_state = agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]
-            of_step = is_of_place(agreed) or any(agreed.raised[name] for name in (REPEATS, ELSEWHERE, ROWS, TOKENS))
+            of_step = is_of_place(agreed) or any(agreed.raised[name] for name in (REPEATS, MOVED, ROWS, TOKENS))
             if not (of_state or audit_differs or of_step):
                 return
             budget.ignore_step()
-            again = self._disputes.settle(engine, evidence, agreed, self.recompute_micro_batch, repaired=repaired)
+            again = self._policy.settle(engine, evidence, agreed, self.recompute_micro_batch, repaired=repaired)
             if is_of_place(agreed) and self.place is not None and not again:
                 self.place.accept()
             if not again:
@@ -488,8 +488,8 @@ class StepChecker(Hook):
             agreed = compare_replicas(digests, flags, self._run.dims, self._host_group, copies, alike)
         if agreed.differing[SETTINGS]:
             self.budget.ignore_step()
-            step, used = self._run.engine.step_number, self._disputes.settings
-            self._disputes.settle_slice(step, lambda earlier: used.rule(step - 1))
+            step, used = self._run.engine.step_number, self._policy.settings
+            self._policy.settle_slice(step, lambda earlier: used.rule(step - 1))
         if chain is not None and chain.found(agreed):
             self.budget.ignore_step()
             chain.settle(links, agreed)
@@ -583,7 +583,7 @@ class StepChecker(Hook):
         if self._auditing:
             if self._extra is None:
                 run.progress.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
-            self._disputes.after_audit(run, result, extra=self._extra is not None, recorded=not self._is_void)
+            self._policy.after_audit(run, result, extra=self._extra is not None, recorded=not self._is_void)
         if self.place is not None:
             self.place.finish()
         self._requested = bool(self._request.value)
@@ -593,7 +593,7 @@ class StepChecker(Hook):
 
     def after_save(self) -> None:
         """A checkpoint is whole."""
-        self._disputes.after_save()
+        self._policy.after_save()
 
     def before_save(self, run: Run) -> None:
         """Compare state and places about to be saved, and the step's settings: the next step would do so too late.
@@ -612,7 +612,7 @@ class StepChecker(Hook):
             if self.chain is not None:
                 self.chain.before_save()
             links, of_copy = self._links()
-            settings = self._disputes.settings.take()
+            settings = self._policy.settings.take()
             evidence = Evidence(
                 *(self._parameters.take(), Trace(), Repeats(0, 0, ())),
                 settings=settings,
@@ -624,7 +624,7 @@ class StepChecker(Hook):
             of_state = agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]
             if not (of_state or is_of_place(agreed)):
                 return
-            again = self._disputes.settle_kept(run.engine, evidence, agreed, repaired=repaired)
+            again = self._policy.settle_kept(run.engine, evidence, agreed, repaired=repaired)
             if (
                 is_of_place(agreed) and self.place is not None
             ):  # also where it is accepted: no resume would take the save
@@ -635,15 +635,15 @@ class StepChecker(Hook):
 
     def close(self) -> None:
         """Stop listening to the optimizer."""
-        self._disputes.settings.close()
+        self._policy.settings.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Findings so far."""
-        return self._disputes.state_dict()
+        return self._policy.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self._disputes.load_state_dict(state)
+        self._policy.load_state_dict(state)
 
 
 def _recorders(run: Run, settings: CheckSettings) -> tuple[Tracer, Tracer, list[str]]:
@@ -723,7 +723,7 @@ def build_detection(
     parameters = ParameterReader(run.engine, algorithm)
     keys = golden_key(config, dims.at(0), algorithm.name)
     referee = build_referee(run)
-    disputes = FindingPolicy(
+    policy = FindingPolicy(
         sections.sdc,
         run,
         keys,
@@ -732,7 +732,7 @@ def build_detection(
         referee,
         () if injector is None else (injector,),
     )
-    disputes.settings.reset = momentum_reset_of(sections.optimizer_hooks)
+    policy.settings.reset = momentum_reset_of(sections.optimizer_hooks)
     settings = CheckSettings(
         sections.audit,
         sections.sdc,
@@ -746,7 +746,7 @@ def build_detection(
         drops=sections.drop_compute,
     )
     budget = CheckBudget(plan, run.engine, writer)
-    detection = StepChecker(settings, run, batches, disputes, parameters, signals, budget, referee)
+    detection = StepChecker(settings, run, batches, policy, parameters, signals, budget, referee)
     detection.table = partial(coverage_table, config, run.engine, plan)
     return detection
 

@@ -33,7 +33,7 @@ from megasdc.train.detection.findings import (
     AUDITED,
     COPIES,
     COPY,
-    ELSEWHERE,
+    MOVED,
     PARAMETERS,
     PLACE,
     PLACES,
@@ -279,7 +279,7 @@ def test_an_audit_is_settled_with_what_was_found_before(
     monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
     seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
     evidence = Evidence(Trace(), seen, Repeats(0, 0, ()))
-    raised = dict.fromkeys((COPY, TOKENS, REPEATS, ROWS, ELSEWHERE, PLACE), False)
+    raised = dict.fromkeys((COPY, TOKENS, REPEATS, ROWS, MOVED, PLACE), False)
     agreed = Agreed({PARAMETERS: (), AUDITED: ((0, 0),)}, {COPIES: ()}, raised, {PLACES: True})
     for known in (set(), {0}):
         with pytest.raises(Asked) as asked:
