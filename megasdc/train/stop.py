@@ -54,7 +54,7 @@ def where_to_go_on(run: Run, folder: Path | None) -> str:
 class FolderWatch(Hook):
     """Ends a run whose folder another launch has taken over, as one may after its host was frozen for ``STALE_S``.
 
-    It is the first hook, so that nothing more is written.
+    Of all hooks only `Health` and `LinkPings` come before it: reports and saves of a step come after.
     """
 
     def __init__(self, locks: Sequence[RunLock]) -> None:
