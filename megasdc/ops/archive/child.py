@@ -56,7 +56,12 @@ class PushProcess:
         return {"error": f"the push ended with code {code}: {lines[-1] if lines else 'no output'}", "exit_code": code}
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it ends, for so long at most."""
+        """Wait until it ends, for so long at most; it competes for processor and disk meanwhile, and from then on."""
+        import psutil
+
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended, or a container does not allow it
+            os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
+            psutil.Process(self._process.pid).ionice(psutil.IOPRIO_CLASS_NONE)
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

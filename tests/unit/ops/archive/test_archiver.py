@@ -80,6 +80,20 @@ def test_multiples_and_the_last_are_archived(tmp_path: Path) -> None:
     assert training.told("failed") == training.told("skipped") == []
 
 
+def test_a_push_that_is_waited_for_is_not_idle(tmp_path: Path) -> None:
+    """At the end of a run, on a host whose other processes would never let it come to its turn."""
+    training = Training(tmp_path)
+    training.step(2, save=True)
+    assert training.hook._going is not None
+    process = training.hook._going.process
+    child = process._process.pid
+    _wait_for(lambda: os.sched_getscheduler(child) == os.SCHED_IDLE)
+    process.wait(0.0)
+    assert os.sched_getscheduler(child) == os.SCHED_OTHER
+    training.end()
+    assert [event["step"] for event in training.told("pushed")] == [2]
+
+
 def test_a_candidate_waits_for_its_mark(tmp_path: Path) -> None:
     """Where audits are in use."""
     training = Training(tmp_path, verified_only=True)
