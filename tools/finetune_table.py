@@ -19,7 +19,7 @@ from typing import Any
 
 from megasdc.cli.app import stdout_kept_clean
 from megasdc.common.errors import ConfigError
-from megasdc.common.program import run
+from megasdc.common.program import run_program
 from megasdc.lab.studies.choices import Answers, Question, answer_questions, read_questions
 from megasdc.lab.studies.tables import loss_spikes
 from megasdc.lab.sweeps.outcome import DIVERGED, DONE
@@ -124,4 +124,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "finetune_table")
+    run_program(main, "finetune_table")

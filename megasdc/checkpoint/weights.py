@@ -42,7 +42,7 @@ from megasdc.checkpoint.verify import find_folders, reading, verify_checkpoint
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import CheckpointError, ConfigError, DataError, StorageError
 from megasdc.config.model import ModelSection, ffn_width, head_width, query_groups
-from megasdc.data.manifest import Manifest as DataManifest
+from megasdc.data.manifest import DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer
 from megasdc.model.sharding import Split, join_shards, parameter_splits, split_name, take_shard, torch_name
 from megasdc.model.sizes import padded_vocab_size
@@ -54,7 +54,7 @@ TOKENIZER_FOLDER = "tokenizer"
 FORMAT_VERSION = 1
 
 
-class FileRecord(Record):
+class WeightsFileRecord(Record):
     """Size and XXH3-128 of one file."""
 
     size_bytes: int
@@ -81,7 +81,7 @@ class WeightsManifest(Record):
     tokenizer_vocab_size: int | None
     end_of_document: int | None
     token_ids: dict[str, int | list[int] | None] | None = None
-    files: dict[str, FileRecord]
+    files: dict[str, WeightsFileRecord]
 
 
 def weights_file(index: int) -> str:

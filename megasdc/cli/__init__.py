@@ -6,7 +6,7 @@ torch takes seconds to import, so every command imports what it needs when it ru
 from __future__ import annotations
 
 from megasdc.cli.app import app, hush_missing_accelerator
-from megasdc.common.program import run as run_program
+from megasdc.common.program import run_program
 
 # isort: off
 from megasdc.cli import config, run, preflight, supervise, checkpoints, archive, interchange, golden, devices, stress  # noqa: F401 - in the order of --help

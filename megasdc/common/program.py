@@ -50,7 +50,7 @@ def start(module: str) -> None:
     import_module(module).main()
 
 
-def run(application: Callable[[], Any], name: str, unwritten: int = StorageError.exit_code) -> NoReturn:
+def run_program(application: Callable[[], Any], name: str, unwritten: int = StorageError.exit_code) -> NoReturn:
     """Run a command line, and end the process with a documented exit code; expected errors print no traceback.
 
     Args:

@@ -58,7 +58,14 @@ from megasdc.common.errors import DataError
 from megasdc.common.program import write_atomically
 from megasdc.common.run_lock import open_lock_file
 from megasdc.config.data import DataSection, TokenizerSection
-from megasdc.data.manifest import BlockChecksums, CheckedReader, DirectReader, Manifest, checksum_file, verify_prepared
+from megasdc.data.manifest import (
+    BlockChecksums,
+    CheckedReader,
+    DataManifest,
+    DirectReader,
+    checksum_file,
+    verify_prepared,
+)
 
 _INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 
@@ -128,7 +135,7 @@ class EpochDataset(GPTDataset):
 class TokenizerAdapter(MegatronTokenizerBase):
     """Tokenizer interface for GPTDataset: vocabulary size, end-of-document id, and an identity for the cache."""
 
-    def __init__(self, path: str, manifest: Manifest, identity: str) -> None:
+    def __init__(self, path: str, manifest: DataManifest, identity: str) -> None:
         super().__init__(path, {})
         self._manifest = manifest
         self.unique_identifiers = {"data": identity}
@@ -167,7 +174,7 @@ def build_datasets(
     num_eval_samples: int,
     cache_dir: Path | str | None = None,
     verify_checksums: bool = False,
-    manifests: list[Manifest] | None = None,
+    manifests: list[DataManifest] | None = None,
     on_damage: OnDamage = ignore_problem,
 ) -> tuple[TokenDataset | BlendedTokens, TokenDataset | BlendedTokens | None]:
     """Build the training and the validation stream.
@@ -218,7 +225,7 @@ def build_split(
     return _build_stream(section, manifests, vocab_size, Split[split], num_samples, cache_dir)
 
 
-def _check_vocabulary(section: DataSection, manifests: list[Manifest], vocab_size: int) -> None:
+def _check_vocabulary(section: DataSection, manifests: list[DataManifest], vocab_size: int) -> None:
     """Check that the model's vocabulary covers every id of the data."""
     needed = manifests[0].tokenizer.vocab_size
     if vocab_size < needed:
@@ -230,7 +237,7 @@ def _check_vocabulary(section: DataSection, manifests: list[Manifest], vocab_siz
 
 def _build_stream(
     section: DataSection,
-    manifests: list[Manifest],
+    manifests: list[DataManifest],
     vocab_size: int,
     split: Split,
     num_samples: int,
@@ -255,7 +262,7 @@ def _build_stream(
     return BlendedTokens(parts, weights, num_samples, vocab_size, _cache_of(section.path, cache_dir), on_damage)
 
 
-def verify_section_data(section: DataSection, checksums: bool = False) -> list[Manifest]:
+def verify_section_data(section: DataSection, checksums: bool = False) -> list[DataManifest]:
     """Check that the prepared data of a section are complete and compatible.
 
     Args:
@@ -284,7 +291,7 @@ def _cache_of(folder: str, cache_dir: Path | str | None) -> Path:
     return Path(cache_dir) if cache_dir is not None else Path(folder) / CACHE_FOLDER
 
 
-def _tokenizer_problems(section: DataSection, manifests: list[Manifest]) -> list[str]:
+def _tokenizer_problems(section: DataSection, manifests: list[DataManifest]) -> list[str]:
     """Problems: folders with another tokenizer than the first, or another one than the section names.
 
     A section with only default values names none: the folders' own tokenizer is used.
@@ -333,7 +340,7 @@ class TokenDataset(torch.utils.data.Dataset):
     def __init__(
         self,
         section: DataSection,
-        manifest: Manifest,
+        manifest: DataManifest,
         split: Split,
         num_samples: int,
         vocab_size: int,

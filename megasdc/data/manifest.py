@@ -120,14 +120,14 @@ class SplitRecord(_Record):
     num_bytes: int | None = Field(ge=0)
 
 
-class FileRecord(_Record):
+class DataFileRecord(_Record):
     """Size and XXH3-64 of one file."""
 
     size_bytes: int = Field(ge=0)
     checksum: str
 
 
-class Manifest(_Record):
+class DataManifest(_Record):
     """Everything known about a folder of prepared data.
 
     Attributes:
@@ -149,12 +149,12 @@ class Manifest(_Record):
     dtype: str
     unigram_entropy_nats: float
     versions: dict[str, str]
-    files: dict[str, FileRecord]
+    files: dict[str, DataFileRecord]
     block_bytes: int | None = Field(None, gt=0)
     round_trip: RoundTripRecord | None = None
 
     @model_validator(mode="after")
-    def _agrees(self) -> Manifest:
+    def _agrees(self) -> DataManifest:
         if problem := next(_contradictions(self), None):
             raise ValueError(problem)
         return self
@@ -166,7 +166,7 @@ class Manifest(_Record):
         write_durably(folder / MANIFEST_FILE, json.dumps(whole, indent=2, sort_keys=True) + "\n")
 
     @classmethod
-    def load(cls, folder: Path | str) -> Manifest:
+    def load(cls, folder: Path | str) -> DataManifest:
         """Read the manifest of a folder.
 
         Raises:
@@ -206,7 +206,7 @@ class Manifest(_Record):
             raise DataError(f"{path} is damaged: {type(error).__name__}: {error}; {REMEDY}") from error
 
 
-def _contradictions(manifest: Manifest) -> Iterator[str]:
+def _contradictions(manifest: DataManifest) -> Iterator[str]:
     """Contradictions in a manifest, by the rules by which the files are written."""
     tokenizer, blocks = manifest.tokenizer, manifest.block_bytes
     if (manifest.format_version > 1) != (blocks is not None):
@@ -256,13 +256,13 @@ def checksum_file(path: Path, advance: Callable[[int], None] = lambda size: None
     return state.hexdigest()
 
 
-def record_file(path: Path) -> FileRecord:
+def record_file(path: Path) -> DataFileRecord:
     """Sync a file to disk and return its size and checksum."""
     sync_path(path)
-    return FileRecord(size_bytes=path.stat().st_size, checksum=checksum_file(path))
+    return DataFileRecord(size_bytes=path.stat().st_size, checksum=checksum_file(path))
 
 
-def record_files(folder: Path) -> dict[str, FileRecord]:
+def record_files(folder: Path) -> dict[str, DataFileRecord]:
     """Sync all files of a folder to disk and return their sizes and checksums, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): record_file(path) for path in paths}
@@ -271,7 +271,7 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
 ADD_CHECKSUMS = "megasdc verify-data --add-checksums"
 
 
-def verify_prepared(folder: Path | str, quick: bool = True) -> Manifest:
+def verify_prepared(folder: Path | str, quick: bool = True) -> DataManifest:
     """Check that a folder of prepared data is complete and unchanged; returns its manifest.
 
     Args:
@@ -281,13 +281,13 @@ def verify_prepared(folder: Path | str, quick: bool = True) -> Manifest:
     Raises:
         DataError: a file is missing, has another size or checksum; names it.
     """
-    manifest = Manifest.load(folder)
+    manifest = DataManifest.load(folder)
     if problem := next(_file_problems(Path(folder), manifest, quick), None):
         raise DataError(f"{problem}; {REMEDY}")
     return manifest
 
 
-def unchecked(folder: Path | str, manifest: Manifest) -> str | None:
+def unchecked(folder: Path | str, manifest: DataManifest) -> str | None:
     """Note that data of an earlier version cannot be checked at the start and in the loader; None: they can."""
     if manifest.block_bytes is not None:
         return None
@@ -334,7 +334,7 @@ def check_folder(folder: Path, advance: Callable[[int], None] = lambda size: Non
         advance: called with the bytes of each piece read.
     """
     try:
-        manifest = Manifest.load(folder)
+        manifest = DataManifest.load(folder)
     except DataError as error:
         return DataReport(str(folder), [str(error).removesuffix(f"; {REMEDY}")])
     problems = list(_file_problems(folder, manifest, False, advance))
@@ -349,7 +349,7 @@ def add_checksums(folder: Path) -> None:
 
     No other file is changed; running jobs may keep using the data. StorageError if the folder cannot be written.
     """
-    manifest = Manifest.load(folder)
+    manifest = DataManifest.load(folder)
     if manifest.block_bytes is not None:
         return
     files = dict(manifest.files)
@@ -362,13 +362,13 @@ def add_checksums(folder: Path) -> None:
         raise StorageError(f"no checksums can be added to {folder}: {error}; nothing was changed") from error
 
 
-def _renewed(manifest: Manifest, files: dict[str, FileRecord]) -> Manifest:
+def _renewed(manifest: DataManifest, files: dict[str, DataFileRecord]) -> DataManifest:
     content = {name: value for name, value in manifest if name not in ("files", "block_bytes", "format_version")}
-    return Manifest(**content, files=files, block_bytes=BLOCK_BYTES, format_version=FORMAT_VERSION)
+    return DataManifest(**content, files=files, block_bytes=BLOCK_BYTES, format_version=FORMAT_VERSION)
 
 
 def _file_problems(
-    root: Path, manifest: Manifest, quick: bool, advance: Callable[[int], None] = lambda size: None
+    root: Path, manifest: DataManifest, quick: bool, advance: Callable[[int], None] = lambda size: None
 ) -> Iterator[str]:
     """Problems of the files: first all sizes, then checksums, with ``.bin`` files after their ``.checksums``."""
     wrong = set()
@@ -392,7 +392,7 @@ def _file_problems(
                 yield from checksums.find_problems()
 
 
-def _size_problem(path: Path, record: FileRecord) -> str | None:
+def _size_problem(path: Path, record: DataFileRecord) -> str | None:
     """Problem of a file's size; None if it is as expected."""
     try:
         size = path.stat().st_size
@@ -401,7 +401,7 @@ def _size_problem(path: Path, record: FileRecord) -> str | None:
     return None if size == record.size_bytes else f"{path} has {size} bytes, its manifest says {record.size_bytes}"
 
 
-def _problems_of_tokenizer(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _problems_of_tokenizer(folder: Path, manifest: DataManifest) -> Iterator[str]:
     """Differences between the manifest's record of the tokenizer and the tokenizer."""
     record = manifest.tokenizer
     try:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megasdc.common.errors import DataError
 from megasdc.data.indexed import IdSource
-from megasdc.data.manifest import SPLITS, Manifest, SplitRecord
+from megasdc.data.manifest import SPLITS, DataManifest, SplitRecord
 from megasdc.data.shards import Shard, read_shard
 
 
@@ -128,7 +128,7 @@ def _mix(values: np.ndarray, seed: int) -> np.ndarray:
 class DocumentOrigins:
     """Sources of the documents of one split of prepared data."""
 
-    def __init__(self, manifest: Manifest, split: str) -> None:
+    def __init__(self, manifest: DataManifest, split: str) -> None:
         self._names = [source.source for source in manifest.sources]
         self._ends = list(accumulate(source.num_documents for source in manifest.sources))
         splits = assign_splits(self._ends[-1], manifest.settings["split"], manifest.settings["seed"])

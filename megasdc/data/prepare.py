@@ -33,7 +33,7 @@ from megasdc.data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     TOKENIZER_FOLDER,
-    Manifest,
+    DataManifest,
     RoundTripRecord,
     SourceRecord,
     TokenizerRecord,
@@ -81,7 +81,7 @@ def prepare(
     progress: bool = True,
     force: bool = False,
     shard_characters: int = SHARD_CHARACTERS,
-) -> Manifest:
+) -> DataManifest:
     """Make a folder of prepared data, or reuse an equal one.
 
     Args:
@@ -131,7 +131,7 @@ def _build(
     workers: int,
     shard_characters: int,
     bar: rich.progress.Progress,
-) -> Manifest:
+) -> DataManifest:
     """Build the whole folder as ``work/result``."""
     tokenizer_folder, num_characters = _provide_tokenizer(section, settings, work, bar)
     tokenizer = load_tokenizer(section.tokenizer.kind, tokenizer_folder)
@@ -153,7 +153,7 @@ def _build(
     for name in records:
         write_checksums(result / f"{name}.bin")
     shutil.copytree(tokenizer_folder, result / TOKENIZER_FOLDER)
-    manifest = Manifest(
+    manifest = DataManifest(
         format_version=FORMAT_VERSION,
         settings=settings,
         settings_digest=digest_settings(settings),
@@ -403,7 +403,7 @@ def describe_settings(section: DataSection) -> dict[str, Any]:
     }
 
 
-def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manifest | None:
+def check_destination(out: Path, settings: dict[str, Any], force: bool) -> DataManifest | None:
     """The manifest of equal prepared data, or None if data can be written; with force every byte is checked."""
     if not out.exists():
         return None
@@ -412,7 +412,7 @@ def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manif
             return None
         raise DataError(f"{out} exists and is not prepared data; give another folder, nothing was changed")
     try:
-        manifest = Manifest.load(out)
+        manifest = DataManifest.load(out)
         if differences := list(_differences(manifest.settings, settings)):
             raise DataError(
                 f"{out} was prepared with other settings: {'; '.join(differences)}{_read_since(manifest, settings)}; "
@@ -426,7 +426,7 @@ def check_destination(out: Path, settings: dict[str, Any], force: bool) -> Manif
         raise
 
 
-def _read_since(manifest: Manifest, settings: dict[str, Any]) -> str:
+def _read_since(manifest: DataManifest, settings: dict[str, Any]) -> str:
     """The files that are read now and were not by the version that prepared the data, as the end of a sentence."""
     told = []
     for number, (old, new) in enumerate(zip(manifest.settings.get("sources", []), settings["sources"], strict=False)):

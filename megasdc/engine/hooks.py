@@ -20,7 +20,7 @@ def _nothing(_phase: str) -> None:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is.
 
     Args:
@@ -86,7 +86,7 @@ class Run:
     batches: Iterator[Any]
     events: EventLog
     host_group: Any
-    progress: Progress
+    progress: RunProgress
     end: RunEnd = field(default_factory=RunEnd)
     initial_dims: ParallelDims | None = None
     enter: Callable[[str], None] = _nothing

@@ -23,8 +23,8 @@ from megasdc.checkpoint.weights import (
     GENERATION_FILE,
     MODEL_FILE,
     TOKENIZER_FOLDER,
-    FileRecord,
     InitialWeights,
+    WeightsFileRecord,
     WeightsManifest,
     weights_file,
 )
@@ -93,7 +93,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
     shards.check(model, hf_shapes(model, vocabulary(config)))
     token_ids = special_token_ids(config)
     section = model.model_dump(mode="json", exclude_none=True, exclude=_NOT_OF_THE_WEIGHTS)
-    files: dict[str, FileRecord] = {}
+    files: dict[str, WeightsFileRecord] = {}
     parameters = 0
     with writing_folder(target) as work:
         with parts_bar("importing", len(todo), quiet=not progress) as advance:
@@ -228,8 +228,8 @@ def _copy_tokenizer(folder: Path, target: Path) -> tuple[int | None, int | None,
     return tokenizer.vocab_size, tokenizer.end_of_document, note
 
 
-def _record(path: Path) -> FileRecord:
-    return FileRecord(size_bytes=path.stat().st_size, xxh3_128=hash_file(path))
+def _record(path: Path) -> WeightsFileRecord:
+    return WeightsFileRecord(size_bytes=path.stat().st_size, xxh3_128=hash_file(path))
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

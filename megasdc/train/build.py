@@ -43,11 +43,11 @@ from megasdc.config.load import RunConfig
 from megasdc.config.sections import MegasdcSection, ParallelSection, StudySection
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_section_data
 from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader, StepBatches
-from megasdc.data.manifest import Manifest, unchecked
+from megasdc.data.manifest import DataManifest, unchecked
 from megasdc.data.position import Order, Position
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook, Progress, Run
+from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
 from megasdc.model.fused import require_compiler
@@ -127,7 +127,7 @@ class Start:
 
     config: RunConfig
     run: Run
-    manifest: Manifest
+    manifest: DataManifest
     eval_loader: EvalLoader | None
     batches: StepBatches | None
     split: TimeSplit | None
@@ -262,7 +262,7 @@ def _place(whole: RunConfig, world: ReplicaWorld | None, features: Features) -> 
     )
 
 
-def _check_host(config: RunConfig, launch_size: int | None) -> tuple[BatchLayout, list[Manifest]]:
+def _check_host(config: RunConfig, launch_size: int | None) -> tuple[BatchLayout, list[DataManifest]]:
     """Check layout, data, memory and folders, and prepare this process; the manifests are of the training data."""
     sections = config.megasdc
     layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")), launch_size)
@@ -382,7 +382,7 @@ def _assemble(
         batches=batches if kept is None else kept,
         events=events,
         host_group=host_group,
-        progress=Progress(sections.training.steps),
+        progress=RunProgress(sections.training.steps),
         initial_dims=None if remaining is None else remaining.place_of(engine.dims),
     )
     return run, kept
@@ -403,7 +403,7 @@ def _deal_from_here(run: Run) -> None:
 
 
 def _build_loaders(
-    config: RunConfig, layout: BatchLayout, dims: ParallelDims, manifests: list[Manifest], events: EventLog
+    config: RunConfig, layout: BatchLayout, dims: ParallelDims, manifests: list[DataManifest], events: EventLog
 ) -> tuple[MicroBatchLoader, EvalLoader | None]:
     sections = config.megasdc
     eval_samples = sections.training.eval_samples if sections.training.eval_interval else 0
@@ -433,7 +433,7 @@ def _build_loaders(
     return loader, EvalLoader(valid, layout.micro_batch_size, dims.dp_rank, dims.data, eval_samples)
 
 
-def _tell_unchecked(section: DataSection, manifests: list[Manifest], events: EventLog) -> None:
+def _tell_unchecked(section: DataSection, manifests: list[DataManifest], events: EventLog) -> None:
     for folder, manifest in zip(section.folders, manifests, strict=True):
         if text := unchecked(folder, manifest):
             logger.warning("%s", text)

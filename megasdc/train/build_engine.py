@@ -17,7 +17,7 @@ from megasdc.config.deepspeed import Bf16
 from megasdc.config.load import RunConfig
 from megasdc.config.model import ModelSection
 from megasdc.config.sections import MegasdcSection
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.data.position import UnevenSplit
 from megasdc.engine.engine import TrainingEngine, build_engine
 from megasdc.model.pipeline import build_pipeline
@@ -116,7 +116,7 @@ def _start_from(folder: str, pipeline: Any, config: RunConfig, dims: ParallelDim
     sections = config.megasdc
     weights = open_start(folder)
     check_fits(weights, sections.model)
-    check_tokenizer(weights, Manifest.load(sections.data.path), sections.data.path)
+    check_tokenizer(weights, DataManifest.load(sections.data.path), sections.data.path)
     whence = weights.manifest.source if isinstance(weights, InitialWeights) else f"step {weights.step}"
     _agree_on_source(folder, whence)
     load_weights(

@@ -18,7 +18,7 @@ from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.data.dataset import BlendedTokens, TokenDataset, build_split
 from megasdc.data.loader import EvalLoader
-from megasdc.data.manifest import Manifest, unchecked
+from megasdc.data.manifest import DataManifest, unchecked
 from megasdc.data.tokenizer import Tokenizer
 from megasdc.interchange.export_hf import beginning_of_document, find_tokenizer
 from megasdc.model.loss import TokenLoss
@@ -103,8 +103,8 @@ def evaluate_weights(
     if config_path is None:
         _check_data(weights, sections.data)
     if isinstance(weights, InitialWeights):
-        check_vocabulary(weights, Manifest.load(sections.data.path), sections.data.path)
-    elif weights.tokenizer_checksum not in (None, now := Manifest.load(sections.data.path).tokenizer.checksum):
+        check_vocabulary(weights, DataManifest.load(sections.data.path), sections.data.path)
+    elif weights.tokenizer_checksum not in (None, now := DataManifest.load(sections.data.path).tokenizer.checksum):
         raise DataError(
             f"megasdc.data.path: {sections.data.path} was prepared with a tokenizer of checksum {now}, {weights.path} "
             f"was trained with {weights.tokenizer_checksum}; give data of the same tokenizer"
@@ -179,7 +179,7 @@ def _check_data(weights: WeightSource, section: DataSection) -> None:
 
 
 def _unchecked(section: DataSection) -> list[str]:
-    found = (unchecked(folder, Manifest.load(folder)) for folder in section.folders)
+    found = (unchecked(folder, DataManifest.load(folder)) for folder in section.folders)
     return [text for text in found if text is not None]
 
 

@@ -45,7 +45,7 @@ from megasdc.config.changes import ChangedField, explain_refusal, find_changes, 
 from megasdc.config.deepspeed import precision_of
 from megasdc.config.load import RunConfig
 from megasdc.config.sections import StudySection
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.data.position import stream_end
 from megasdc.determinism import restore_rng, seed_generators
 from megasdc.engine.engine import TrainingEngine
@@ -373,7 +373,7 @@ def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str
         hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
         problem = RankProblem(f"{error}; {hint}", storage=False)
     data = config.megasdc.data.path
-    saved, now = state.get("tokenizer_checksum"), Manifest.load(data).tokenizer.checksum
+    saved, now = state.get("tokenizer_checksum"), DataManifest.load(data).tokenizer.checksum
     if saved not in (None, now):
         text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
         problem = RankProblem(f"{text}; give data of the same tokenizer", storage=False)

@@ -21,7 +21,7 @@ from megasdc.cli import main
 from megasdc.common.errors import CheckpointError, ConfigError, DataError, StorageError
 from megasdc.data.dataset import build_split
 from megasdc.data.loader import EvalLoader
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.data.tokenizer import load_tokenizer, train_sentencepiece
 from megasdc.interchange.export_hf import divide, export_hf, parse_size
 from megasdc.interchange.import_hf import import_hf
@@ -589,7 +589,7 @@ def test_eval_on_data_of_another_tokenizer_is_refused(tmp_path: Path, trained: T
     from megasdc.train.inference import evaluate_weights
 
     other = shutil.copytree(data, tmp_path / "other")
-    manifest = Manifest.load(other)
+    manifest = DataManifest.load(other)
     tokenizer = manifest.tokenizer.model_copy(update={"checksum": "0" * 16})
     manifest.model_copy(update={"tokenizer": tokenizer}).save(other)
     folder = str(trained("gpt", (1, 1, 1)) / "checkpoints")

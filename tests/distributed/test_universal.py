@@ -29,7 +29,7 @@ from megasdc.checkpoint.manifest import (
 from megasdc.checkpoint.verify import read_source, verify_checkpoint
 from megasdc.cli import app
 from megasdc.common.errors import CheckpointError, StorageError
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.interchange.convert import convert_to_universal
 from megasdc.lab.checkpoints.views.inspect import inspect_checkpoint
 
@@ -441,7 +441,7 @@ def test_a_start_without_the_data_position(tmp_path: Path, data: Path, universal
 def test_data_of_another_tokenizer_are_refused(tmp_path: Path, data: Path, universal: Path) -> None:
     """Ids that mean something else end the start with 72 and both checksums, also where the data begin anew."""
     other = Path(shutil.copytree(data, tmp_path / "other"))
-    manifest = Manifest.load(other)
+    manifest = DataManifest.load(other)
     tokenizer = manifest.tokenizer.model_copy(update={"checksum": "0" * 16})
     manifest.model_copy(update={"tokenizer": tokenizer}).save(other)
     code, message = _start(tmp_path / "run", other, universal, checkpoint__universal_without=["loader"])

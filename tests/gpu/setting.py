@@ -33,7 +33,7 @@ def write_data(folder: Path) -> Path:
         BLOCK_BYTES,
         FORMAT_VERSION,
         TOKENIZER_FOLDER,
-        Manifest,
+        DataManifest,
         SplitRecord,
         TokenizerRecord,
         digest_settings,
@@ -55,7 +55,7 @@ def write_data(folder: Path) -> Path:
         total = documents * (DOCUMENT_TOKENS + 1)
         splits[name] = SplitRecord(num_documents=documents, num_tokens=total, num_bytes=total)
     settings = {"made_up": True}
-    Manifest(
+    DataManifest(
         format_version=FORMAT_VERSION,
         settings=settings,
         settings_digest=digest_settings(settings),

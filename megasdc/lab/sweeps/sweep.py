@@ -33,7 +33,7 @@ from megasdc.common.errors import ConfigError, MegasdcError, PeerError, StorageE
 from megasdc.common.run_lock import open_lock_file
 from megasdc.config.data import DataSection
 from megasdc.config.sections import MegasdcSection
-from megasdc.data.manifest import MANIFEST_FILE, Manifest, digest_settings, verify_prepared
+from megasdc.data.manifest import MANIFEST_FILE, DataManifest, digest_settings, verify_prepared
 from megasdc.data.prepare import describe_settings, prepare
 from megasdc.events import EventLog
 from megasdc.lab.sweeps.outcome import DIVERGED, DONE, FAILED, RunOutcome, Yardstick, judge_run, write_outcome
@@ -94,7 +94,7 @@ def prepare_missing(missing: Iterable[DataSection], progress: bool) -> None:
 
 def frequency_entropy(section: DataSection) -> float:
     """Loss of a model that knows token frequencies alone, nats; of a blend, that of its first part."""
-    return Manifest.load(section.folders[0]).unigram_entropy_nats
+    return DataManifest.load(section.folders[0]).unigram_entropy_nats
 
 
 CONFIG_FILE = "config.json"

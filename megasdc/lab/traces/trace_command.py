@@ -17,7 +17,7 @@ from rich.progress import track
 
 from megasdc.common.addresses import REPLICA_PHASES
 from megasdc.common.errors import MegasdcError, StorageError
-from megasdc.common.program import at_home, echo, run
+from megasdc.common.program import at_home, echo, run_program
 from megasdc.lab.traces.traces import TraceReport, compare_traces_of_runs, load_traces
 from megasdc.output.figure import Figure, layout
 from megasdc.output.html import write_page
@@ -218,4 +218,4 @@ def _show(reports: list[TraceReport], problems: list[str], limit: int, as_json: 
 
 def main() -> None:
     """Runs the command line."""
-    run(lambda: app(prog_name="compare_traces"), "compare_traces", unwritten=NOT_COMPARED)
+    run_program(lambda: app(prog_name="compare_traces"), "compare_traces", unwritten=NOT_COMPARED)

@@ -16,7 +16,7 @@ from megasdc.config.checks import check_layout
 from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.data.dataset import BlendedTokens, TokenDataset, build_split, verify_section_data
-from megasdc.data.manifest import TOKENIZER_FOLDER, Manifest
+from megasdc.data.manifest import TOKENIZER_FOLDER, DataManifest
 from megasdc.data.merge import DocumentOrigins
 from megasdc.data.position import StepWork, planned_positions
 from megasdc.data.tokenizer import Tokenizer, load_tokenizer
@@ -277,7 +277,7 @@ class _Reader:
     """Reads samples with their documents; ``text``: with their text."""
 
     def __init__(
-        self, stream: TokenDataset | BlendedTokens, section: DataSection, manifests: list[Manifest], text: bool
+        self, stream: TokenDataset | BlendedTokens, section: DataSection, manifests: list[DataManifest], text: bool
     ) -> None:
         self._stream = stream
         self._origins = [DocumentOrigins(manifest, "train") for manifest in manifests]

@@ -22,7 +22,7 @@ from megasdc.checkpoint.files import MANIFEST_FILE, step_folder
 from megasdc.common.errors import CheckpointError, CorruptionError, DataError, LaunchError, StorageError
 from megasdc.config.checks import check_layout, find_warnings
 from megasdc.config.repeatability import find_causes, find_startup_modules
-from megasdc.data.manifest import Manifest, check_folder, verify_prepared
+from megasdc.data.manifest import DataManifest, check_folder, verify_prepared
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.launch.checks import inspect_hosts
@@ -61,7 +61,7 @@ def check_data(job: Job) -> PreflightFinding:
     """
     section = job.config.megasdc.data
     folders = [Path(folder) for folder in section.folders]
-    manifests = [Manifest.load(folder) for folder in folders]
+    manifests = [DataManifest.load(folder) for folder in folders]
     size = sum(record.size_bytes for manifest in manifests for record in manifest.files.values())
     is_whole = size <= MOST_BYTES
     if is_whole:
@@ -89,7 +89,7 @@ def _read_all(job: Job, folders: list[Path], size: int) -> None:
         raise DataError(f"{'; '.join(problems)}; mend them, or prepare them again: `megasdc verify-data FOLDER`")
 
 
-def _passes(job: Job, manifests: list[Manifest]) -> float:
+def _passes(job: Job, manifests: list[DataManifest]) -> float:
     """How often the run passes through its training samples, those of a blend that are repeated most."""
     section = job.config.megasdc.data
     needed = check_layout(job.config, job.num_ranks).train_batch_size * job.config.megasdc.training.steps

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from megasdc.common.errors import DataError, StorageError
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.ops.preflight.job import Job
 from megasdc.ops.preflight.result import CheckStatus, PreflightFinding, with_warnings
 from megasdc.train.memory import memory_of_stages
@@ -86,7 +86,7 @@ def predict_checkpoint(job: Job) -> float:
     section = job.config.megasdc.data
     vocab_size = section.tokenizer.vocab_size
     with suppress(DataError):  # the check of the data says so
-        vocab_size = Manifest.load(section.folders[0]).tokenizer.vocab_size
+        vocab_size = DataManifest.load(section.folders[0]).tokenizer.vocab_size
     stages = memory_of_stages(job.config, vocab_size, 1, 1)
     return job.config.megasdc.parallel.tensor * sum(stage.weights + stage.state for stage in stages)
 

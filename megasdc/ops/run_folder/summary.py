@@ -11,7 +11,7 @@ from megasdc.checkpoint.files import step_folder
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
 from megasdc.config.load import parse_config
 from megasdc.config.read import shown
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.events import Event
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.front.clocks import describe_differing_dates
@@ -303,7 +303,7 @@ def _archive(run: RunRecord) -> str | None:
 
 def _unigram_entropy(data: Path) -> float | None:
     try:
-        return Manifest.load(data).unigram_entropy_nats
+        return DataManifest.load(data).unigram_entropy_nats
     except MegasdcError:
         return None
 

@@ -20,7 +20,7 @@ from megasdc.config.sections import DeterminismSection
 from megasdc.ops.stress.pair_links import LinkEnd
 
 
-class Slot:
+class WorkerSlot:
     """The work of one process of a host; the first has number 0."""
 
     def __init__(self, number: int) -> None:
@@ -149,7 +149,7 @@ class Slot:
 def main(number: int, answers: TextIO) -> None:
     """Processes tasks until standard input ends."""
     set_deterministic_environment(DeterminismSection(enabled=True), os.environ)
-    slot = Slot(number)
+    slot = WorkerSlot(number)
     for line in sys.stdin:
         task = json.loads(line)
         try:

@@ -55,7 +55,7 @@ class FrontResult:
     memory: str | None = None
 
 
-def file_of(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
+def attempt_file(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
     """A file of an attempt in the folder of a supervisor, by its ending: ``log``, ``hosts``, ``json`` (the result)."""
     return folder / f"attempt_{attempt:04d}_{launch_id}.{ending}"
 
@@ -69,7 +69,7 @@ def load_result(path: Path) -> FrontResult | None:
         return None
 
 
-def run(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
+def run_attempt(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
     """Launch, and wait for the end; every error becomes a result, and a signal before the launcher passes it on.
 
     Args:
@@ -117,7 +117,7 @@ def main() -> int:
     request = json.loads(sys.argv[1])
     with exiting_on_signals() as signals:
         room.end_waits_when(lambda: signals.noted)
-        result = run(request["launch"], signals)
+        result = run_attempt(request["launch"], signals)
         path, text = Path(request["result"]), json.dumps(asdict(result)) + "\n"
         # Without room the exit code says it all, and who has asked it to end waits for it; others are waited for.
         is_short = result.exit_code == StorageError.exit_code or result.stopped_by is not None

@@ -40,7 +40,7 @@ from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.hosts import LOCAL_HOST, place_program_here, read_hostfile
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.supervise.allocation import Allocation, ThisHost
-from megasdc.ops.supervise.attempt_process import file_of, load_result
+from megasdc.ops.supervise.attempt_process import attempt_file, load_result
 from megasdc.ops.supervise.diagnosis import LOST, Diagnosis
 from megasdc.ops.supervise.history import GROWING, HOSTS, NO_TURNS, SUSPECTED, TAKEN_OVER, JournalHistory
 from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, judge_host
@@ -151,7 +151,7 @@ class _Completed:
     def _end(self, at: float) -> None:
         attempt = self.history.attempt
         assert attempt is not None, "it was planned"
-        result = load_result(file_of(self._folder, attempt.number, attempt.launch_id, "json"))
+        result = load_result(attempt_file(self._folder, attempt.number, attempt.launch_id, "json"))
         code = None if result is None else result.exit_code
         step = self.history.failures[-1].diagnosis.step if self.history.failures else 0
         diagnosis = asdict(Diagnosis(LOST, (), step, _TEXT))

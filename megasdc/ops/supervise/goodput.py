@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.origin import Launch, Moment
-from megasdc.ops.supervise.attempt_process import file_of, load_result
+from megasdc.ops.supervise.attempt_process import attempt_file, load_result
 from megasdc.ops.supervise.attempt_progress import AttemptProgress, trained_in
 from megasdc.ops.supervise.history import TAKEN_OVER
 from megasdc.ops.supervise.journal import FOLDER, JournalEntry, read_journal, without_steps
@@ -149,7 +149,7 @@ def goodput_of(run_dir: Path, now: float) -> Goodput | None:
         return None
     fronts = {}
     for one in planned:
-        path = file_of(folder, one.fields["attempt"], one.fields["launch_id"], "json")
+        path = attempt_file(folder, one.fields["attempt"], one.fields["launch_id"], "json")
         if (result := load_result(path)) is not None:
             own = Moment("", result.ended_at, result.boot, result.monotonic)
             is_known = one.boot is not None and one.boot == result.boot

@@ -28,7 +28,7 @@ from megasdc.common.host import SNAPSHOT_SHARE, free_memory, shared_folder
 from megasdc.common.program import report_bytes
 from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig, load_config
-from megasdc.data.manifest import Manifest, check_folder, verify_prepared
+from megasdc.data.manifest import DataManifest, check_folder, verify_prepared
 from megasdc.ops.launch.on_host.module import PROGRESS_MARK
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 
@@ -101,7 +101,7 @@ def check_host(request: HostRequest) -> list[Lack]:
     found = list(_lacks(lambda: _check_data(config, request.whole)))
     vocab_size = config.megasdc.data.tokenizer.vocab_size
     with suppress(DataError):  # it is among those found
-        vocab_size = Manifest.load(config.megasdc.data.folders[0]).tokenizer.vocab_size
+        vocab_size = DataManifest.load(config.megasdc.data.folders[0]).tokenizer.vocab_size
     stages = memory_of_stages(config, vocab_size, 1, 1)
     size = config.megasdc.parallel.tensor * sum(stage.weights + stage.state for stage in stages)
     found += _lacks(lambda: _check_memory(config, layout, vocab_size, request.slots))
@@ -188,7 +188,7 @@ def _check_shared_memory() -> None:
 def _check_data(config: RunConfig, whole: bool) -> None:
     """Raise DataError where prepared data are damaged or missing."""
     folders = [Path(folder) for folder in config.megasdc.data.folders]
-    manifests = [Manifest.load(folder) for folder in folders]
+    manifests = [DataManifest.load(folder) for folder in folders]
     size = sum(record.size_bytes for manifest in manifests for record in manifest.files.values())
     advance = report_bytes(lambda text: print(PROGRESS_MARK, text, file=sys.stderr, flush=True), size, TELL_S)
     for folder in folders:

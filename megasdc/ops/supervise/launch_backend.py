@@ -475,7 +475,7 @@ class LaunchBackend:
         return max(seen, trained.last)  # metrics may be those of some steps ago
 
     def _file(self, attempt: Attempt, ending: str) -> Path:
-        return attempt_process.file_of(self._folder, attempt.number, attempt.launch_id, ending)
+        return attempt_process.attempt_file(self._folder, attempt.number, attempt.launch_id, ending)
 
     def _said(self, attempt: Attempt) -> str:
         """What an attempt has printed."""

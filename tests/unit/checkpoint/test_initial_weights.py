@@ -13,8 +13,8 @@ from megasdc.checkpoint.files import WEIGHTS_FILE
 from megasdc.checkpoint.weights import (
     FORMAT_VERSION,
     MODEL_FILE,
-    FileRecord,
     InitialWeights,
+    WeightsFileRecord,
     WeightsManifest,
     weights_file,
 )
@@ -29,7 +29,7 @@ def test_a_layer_is_read_as_it_was_written(tmp_path: Path) -> None:
     for index, tensors in enumerate(layers):
         save_file(tensors, path := tmp_path / weights_file(index))
         content = path.read_bytes()
-        files[path.name] = FileRecord(size_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
+        files[path.name] = WeightsFileRecord(size_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
     manifest = WeightsManifest(
         format_version=FORMAT_VERSION, kind="initial weights", source="a test", vocab_size=3,
         tokenizer_vocab_size=None, end_of_document=None, files=files,

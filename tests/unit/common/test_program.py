@@ -87,7 +87,7 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
 def test_ctrl_c_before_and_after_the_work(tmp_path: Path, moment: str) -> None:
     """While the streams are set up, and while the result is written out: 130 and not a word."""
     (tmp_path / "work.py").write_text(
-        "import io, os, signal, sys\nfrom megasdc.common.program import run\nclass Stream(io.StringIO):\n"
+        "import io, os, signal, sys\nfrom megasdc.common.program import run_program\nclass Stream(io.StringIO):\n"
         f"    def reconfigure(self, **_): pass\n    def {moment}(self, **_): os.kill(os.getpid(), signal.SIGINT)\n"
         "def main():\n    sys.stdout = Stream()\n    run(lambda: None, 'x')\n"
     )
@@ -133,7 +133,7 @@ def test_ctrl_c_after_the_imports(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
         "import time\nfrom megasdc.common import program\ndef work():\n    try:\n        print(end='go', flush=True)\n"
         "        time.sleep(60)\n    finally:\n        print(end='cleaned', flush=True)\n"
-        "main = lambda: program.run(work, 'x')\n"
+        "main = lambda: program.run_program(work, 'x')\n"
     )
     heeded = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # not so in a background job
     command = [sys.executable, "-c", f"{heeded}; from megasdc.common.program import start; start('work')"]
@@ -158,7 +158,7 @@ def test_ctrl_c_at_work(capsys: pytest.CaptureFixture[str]) -> None:
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(SystemExit) as ended:
-        program.run(work, "x")
+        program.run_program(work, "x")
     signal.signal(signal.SIGINT, before)
     assert (ended.value.code, seen, capsys.readouterr().err) == (130, ["cleaned"], "")
 

@@ -22,7 +22,7 @@ from megasdc.common.errors import CheckpointError, DataError
 from megasdc.data import dataset as dataset_module
 from megasdc.data.dataset import BlendedTokens, blend_order, build_datasets, verify_section_data
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.data.position import merge_positions, position_for
 from megasdc.data.prepare import prepare
 
@@ -324,7 +324,7 @@ def place(section, path):
 
 def test_a_given_tokenizer_is_recognised(second):
     """Data prepared with a tokenizer given by path are accepted by the section that prepared them."""
-    assert Manifest.load(second.path).settings["tokenizer"]["checksum"]
+    assert DataManifest.load(second.path).settings["tokenizer"]["checksum"]
     assert len(verify_section_data(second)) == 1
 
 

@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.common.errors import DataError
 from megasdc.data.dataset import build_datasets, kept_index
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.data.prepare import prepare
 
 S = 64
@@ -71,7 +71,7 @@ def test_end_of_document_targets_are_masked(tmp_path, prepared):
     """With mask_end_of_document the mask is 0 exactly where the label is the end of a document."""
     plain, _ = build(prepared, tmp_path)
     masked, _ = build(prepared, tmp_path, mask_end_of_document=True)
-    end = Manifest.load(prepared.path).tokenizer.end_of_document
+    end = DataManifest.load(prepared.path).tokenizer.end_of_document
     n = plain.samples_per_epoch
     plain.num_samples = masked.num_samples = n
     hits = 0

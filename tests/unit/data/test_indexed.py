@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megasdc.common.errors import DataError
 from megasdc.config.data import SourceSection
 from megasdc.data.indexed import describe_ids, open_pair
-from megasdc.data.manifest import Manifest, verify_prepared
+from megasdc.data.manifest import DataManifest, verify_prepared
 from megasdc.data.prepare import prepare
 from megasdc.data.sources import NOT_PAIRS, iterate_documents
 from megasdc.data.tokenizer import load_tokenizer
@@ -72,7 +72,7 @@ def test_the_bytes_are_those_of_the_same_text(tmp_path, prepared, tokenizer, of_
     names = [f"{split}.{ending}" for split in ("train", "valid", "test") for ending in ("bin", "idx", "checksums")]
     for name in [*names, "tokenizer/tokenizer.model"]:
         assert (Path(section.path) / name).read_bytes() == (Path(prepared.path) / name).read_bytes(), name
-    of_text = Manifest.load(prepared.path)
+    of_text = DataManifest.load(prepared.path)
     assert manifest.unigram_entropy_nats == of_text.unigram_entropy_nats
     assert manifest.splits == {
         name: split.model_copy(update={"num_bytes": None}) for name, split in of_text.splits.items()

@@ -20,7 +20,7 @@ from megasdc.data import manifest as prepared_data
 from megasdc.data.dataset import build_datasets
 from megasdc.data.manifest import (
     SHORT_TOKENS,
-    Manifest,
+    DataManifest,
     add_checksums,
     check_folder,
     digest_settings,
@@ -121,7 +121,7 @@ def test_a_manifest_that_contradicts_itself(folder, version, change, message, to
         content["checksum"] = digest_settings(content)
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match=rf"manifest.json is damaged: .*{message}.*prepare the data again"):
-        Manifest.load(folder)
+        DataManifest.load(folder)
 
 
 def test_width_of_a_token_is_that_of_megatron():
@@ -140,7 +140,7 @@ def test_no_manifest(tmp_path):
 def test_what_is_no_folder_is_named(path):
     """A device or a file as data.path is told as such, not by a traceback."""
     with pytest.raises(DataError, match=f"{path}/manifest.json cannot be read: Not a directory"):
-        Manifest.load(path)
+        DataManifest.load(path)
 
 
 def test_checksums_of_blocks_are_those_of_the_file(folder):
@@ -272,7 +272,7 @@ def test_the_command(folder, to_version_1):
     done = run(app, ["verify-data", "--add-checksums", str(folder)])
     assert done.exit_code == 0, done.output
     assert "all unchanged" in done.stdout
-    assert Manifest.load(folder).format_version == 2
+    assert DataManifest.load(folder).format_version == 2
     done = run(app, ["verify-data", "--json", str(folder), str(folder / "none")])
     assert done.exit_code == 71
     whole, none = json.loads(done.stdout)

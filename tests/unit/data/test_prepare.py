@@ -23,7 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.common.errors import DataError, StorageError
 from megasdc.data.formats import UNREADABLE
-from megasdc.data.manifest import Manifest, verify_prepared
+from megasdc.data.manifest import DataManifest, verify_prepared
 from megasdc.data.merge import assign_splits, entropy_nats
 from megasdc.data.pool import WorkerPool
 from megasdc.data.prepare import prepare
@@ -52,7 +52,7 @@ def test_read_back_by_megatron_equals_direct_tokenization(prepared):
     tokenizer = load_tokenizer("sentencepiece", folder / "tokenizer")
     texts = list(iterate_documents(prepared.sources[0]))
     splits = assign_splits(len(texts), prepared.split, prepared.seed)
-    manifest = Manifest.load(folder)
+    manifest = DataManifest.load(folder)
     for index, name in enumerate(("train", "valid", "test")):
         expected = [text for text, split in zip(texts, splits, strict=True) if split == index]
         data = IndexedDataset(str(folder / name))
@@ -163,7 +163,7 @@ def test_files_that_earlier_versions_left_out_are_named(tmp_path, corpus, prepar
     with pytest.raises(DataError, match="other settings") as other:
         prepare(section, progress=False)
     assert "differs only" not in str(other.value)
-    assert Manifest.load(Path(section.path)) == first
+    assert DataManifest.load(Path(section.path)) == first
 
 
 def test_damaged_destination_is_refused_and_repaired_with_force(tmp_path, corpus, prepared, section_for):
@@ -213,7 +213,7 @@ def test_unreadable_lines_of_all_sources(tmp_path, prepared, section_for):
     manifest = prepare(section_for(tmp_path / "out", "", **given, max_unreadable=2), progress=False)
     assert [source.skipped for source in manifest.sources] == [{UNREADABLE: 1}] * 2
     assert manifest.settings["max_unreadable"] == 2
-    assert "max_unreadable" not in Manifest.load(prepared.path).settings
+    assert "max_unreadable" not in DataManifest.load(prepared.path).settings
 
 
 def test_tokenizer_that_does_not_know_the_text(tmp_path, prepared, section_for):
@@ -236,7 +236,7 @@ def test_tokenizer_that_does_not_know_the_text(tmp_path, prepared, section_for):
     manifest = prepare(accepted, progress=False)
     assert manifest.round_trip.unknown_share == pytest.approx(1200 / 1800)
     assert prepare(refused, progress=False) == manifest  # what is there was accepted
-    assert Manifest.load(prepared.path).round_trip.changed_share == 0
+    assert DataManifest.load(prepared.path).round_trip.changed_share == 0
 
 
 def test_unwritable_destination(tmp_path, corpus, section_for):
@@ -332,7 +332,7 @@ def test_given_tokenizer_and_splits_left_out(tmp_path, corpus, prepared, section
     manifest = prepare(section, progress=False)
     assert set(manifest.splits) == {"train"}
     assert set(manifest.files) == {"train.bin", "train.checksums", "train.idx", "tokenizer/tokenizer.model"}
-    assert manifest.tokenizer == Manifest.load(prepared.path).tokenizer
+    assert manifest.tokenizer == DataManifest.load(prepared.path).tokenizer
 
 
 def test_huggingface_tokenizer(tmp_path, corpus, huggingface_folder, section_for):

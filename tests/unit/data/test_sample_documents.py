@@ -9,7 +9,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.data.dataset import build_datasets
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.data.merge import DocumentOrigins
 from megasdc.data.prepare import prepare
 from megasdc.data.tokenizer import load_tokenizer
@@ -46,7 +46,7 @@ def test_documents_are_traced_to_their_source(tmp_path, prepared, corpus, sectio
     for split in manifest.splits:
         data, origins = (
             IndexedDataset(str(tmp_path / "data" / split)),
-            DocumentOrigins(Manifest.load(section.path), split),
+            DocumentOrigins(DataManifest.load(section.path), split),
         )
         for document in range(len(data)):
             source, number = origins.of(document)

@@ -11,7 +11,7 @@ import torch
 
 from megasdc.config.detection import AuditSection, SdcSection
 from megasdc.config.drop_compute import DropComputeSection
-from megasdc.engine.hooks import Progress, Run
+from megasdc.engine.hooks import Run, RunProgress
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.cost import Cadence
 from megasdc.tensors.checksum import default_algorithm
@@ -26,7 +26,7 @@ def detection(folder: Path, save_interval: int, **audit: Any) -> StepChecker:
     engine: Any = SimpleNamespace(module=stage, most_micro_batches=1, device=torch.device("cpu"))
     budget = CheckBudget(CheckPlan(Cadence(1), ()), engine)
     nothing: Any = None
-    run = Run(folder, ParallelDims(1, 1, 1, 0), engine, nothing, iter(()), nothing, None, Progress(100))
+    run = Run(folder, ParallelDims(1, 1, 1, 0), engine, nothing, iter(()), nothing, None, RunProgress(100))
     settings = CheckSettings(
         AuditSection.model_validate(audit),
         SdcSection(),

@@ -9,7 +9,7 @@ import pytest
 
 from megasdc.common.errors import CheckpointError
 from megasdc.data.position import Position
-from megasdc.engine.hooks import Progress
+from megasdc.engine.hooks import RunProgress
 from megasdc.train.resume import restore_counters
 
 
@@ -17,7 +17,7 @@ def test_places_that_an_earlier_version_saved_are_believed_and_told() -> None:
     """Samples that were given up are counted from its places; from then on they have to follow."""
     told: list[Any] = []
     events = SimpleNamespace(emit=lambda *name, **fields: told.append((*name, fields)))
-    run: Any = SimpleNamespace(dims=SimpleNamespace(rank=0), events=events, progress=Progress(10))
+    run: Any = SimpleNamespace(dims=SimpleNamespace(rank=0), events=events, progress=RunProgress(10))
     order = Position().order.to_json()
     loader = {"dp_size": 2, "order": order, "consumed": {"0": 8, "1": 6}, "again": {"0": [], "1": []}}
     state: dict[str, Any] = {"step": 3, "tokens": 96, "samples": 12, "skipped_steps": 0, "loader": loader}

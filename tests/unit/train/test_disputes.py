@@ -19,7 +19,7 @@ from megasdc.checkpoint.verify import find_corruption, list_verified
 from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.common.errors import CorruptionError
 from megasdc.config.load import parse_config
-from megasdc.engine.hooks import Progress, Run
+from megasdc.engine.hooks import Run, RunProgress
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.collectives import Agreed
 from megasdc.parallel.dims import ParallelDims
@@ -81,7 +81,7 @@ def started(folder: Path, **policy: str) -> tuple[FindingPolicy, Any]:
     dims = ParallelDims(1, 1, 1, 0)
     optimizer = SimpleNamespace(update_lp_params=lambda: None)
     engine: Any = SimpleNamespace(device=torch.device("cpu"), dims=dims, step_number=STEP, optimizer=optimizer)
-    run = Run(folder, dims, engine, None, iter(()), EventLog(folder, 0), None, Progress(100))  # type: ignore[arg-type]
+    run = Run(folder, dims, engine, None, iter(()), EventLog(folder, 0), None, RunProgress(100))  # type: ignore[arg-type]
     referee = Referee({}.get, dims.rank, None)
     disputes = FindingPolicy(config.megasdc.sdc, run, {}, Parameters(), Incidents(config, run), referee)  # type: ignore[arg-type]
     disputes.on_start(run)

@@ -14,7 +14,7 @@ import pytest
 
 import megasdc.faults
 import megasdc.train
-from megasdc.engine.hooks import Hook, Progress
+from megasdc.engine.hooks import Hook, RunProgress
 from megasdc.events import EventLog, read_events
 from megasdc.train.build import _load_hooks
 from megasdc.train.report import Reporter, _mean_loss
@@ -125,7 +125,7 @@ def test_a_skipped_step_without_a_loss_leaves_the_interval_its_loss(
         parts = {"split": None, "collections": None, "writer": None, "peak": None, "progress": False}
         return Reporter(interval=100, flops_per_token=1.0, **parts)  # type: ignore[arg-type]
 
-    run: Any = SimpleNamespace(step=1, is_last_step=False, progress=Progress(1))
+    run: Any = SimpleNamespace(step=1, is_last_step=False, progress=RunProgress(1))
     used = reporter()
     for index, (loss, tokens, skipped) in enumerate(steps):
         if index == cut:

@@ -12,7 +12,7 @@ from hand_made import write_checkpoint
 
 from megasdc.common.errors import NonFiniteError, as_known_error
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Progress, RunEnd
+from megasdc.engine.hooks import RunEnd, RunProgress
 from megasdc.train.stop import LAST_SKIPPED, SkipWatch
 
 
@@ -31,7 +31,7 @@ def _ended(
     run: Any = SimpleNamespace(
         engine=engine, events=events, dims=SimpleNamespace(rank=0), stream_end=0, step=len(skipped), steps=steps
     )
-    run.progress, run.end, run.host_group = Progress(steps, len(skipped)), RunEnd(stop), None
+    run.progress, run.end, run.host_group = RunProgress(steps, len(skipped)), RunEnd(stop), None
     watch = SkipWatch(100, folder)
     for step, loss in enumerate(skipped, 1):
         reason = None if loss is None else "gradient norm is not finite"

@@ -18,7 +18,7 @@ from typing import Any
 
 from megasdc.common.errors import NonFiniteError
 from megasdc.config.hooks import BOUNDS
-from megasdc.data.manifest import Manifest
+from megasdc.data.manifest import DataManifest
 from megasdc.metrics.writer import read_metrics
 from megasdc.parallel.collectives import gather_objects
 from megasdc.train.main import train
@@ -158,7 +158,7 @@ def bench_bound_training(
             on_progress("text of the standard library", 0, 1)
             data = prepare_library(folder / "data", options.vocab)
             on_progress("text of the standard library", 1, 1)
-        entropy = Manifest.load(data).unigram_entropy_nats
+        entropy = DataManifest.load(data).unigram_entropy_nats
         on_progress(RUNS, 0, options.num_runs)
         arguments = {"options": options, "data": data, "folder": folder}
         run_in_ranks(run_campaign, arguments, REPLICAS, folder, take)

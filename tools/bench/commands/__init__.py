@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasdc.common.program import run as run_program
+from megasdc.common.program import run_program
 from tools.bench.commands.app import app
 
 # isort: off

@@ -15,7 +15,7 @@ from megasdc.config.sections import DeterminismSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader, StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook, Progress, Run
+from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.build_engine import build_training_engine
@@ -104,7 +104,7 @@ class BubblesRank:
         self._batches = StepBatches(loader, loader)
         self._signals, events = StopSignals(), EventLog(folder, self.dims.rank)
         self._run = Run(
-            folder, self.dims, self.engine, loader, self._batches, events, dist.group.WORLD, Progress(steps)
+            folder, self.dims, self.engine, loader, self._batches, events, dist.group.WORLD, RunProgress(steps)
         )
         self._sleeper = Sleeper(shape.slept_s)
         self._audits = {moves: self._build(config, moves) for moves in (False, True)}

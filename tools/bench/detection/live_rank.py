@@ -23,7 +23,7 @@ from megasdc.data.loader import MicroBatchLoader, StepBatches
 from megasdc.data.position import Position
 from megasdc.dropcompute.gate import ReplayedDecisions, ReplicaGate, StepDecisions, new_replica_group
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook, Progress, Run
+from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.events import Event, EventLog
 from megasdc.faults.drill import build_injector
 from megasdc.faults.injector import Firing, Injector
@@ -172,7 +172,7 @@ class LiveCampaign:
             self._stream, 1, self.dims.dp_rank, self.dims.data, Position(case.consumed[self.dims.dp_rank])
         )
         kept = StepBatches(loader, loader)
-        progress = Progress(case.first_step + case.steps - 1, case.first_step - 1)
+        progress = RunProgress(case.first_step + case.steps - 1, case.first_step - 1)
         run = Run(self._folder, self.dims, self._engine, loader, kept, self._events, dist.group.WORLD, progress)
         return run, kept
 

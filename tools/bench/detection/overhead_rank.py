@@ -28,7 +28,7 @@ from megasdc.config.sections import DeterminismSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader, StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook, Progress, Run
+from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
@@ -166,7 +166,7 @@ class OverheadRank:
         self._signals = StopSignals()
         events = EventLog(folder, self.dims.rank)
         group = dist.new_group(backend="gloo") if self.engine.device.type == "cuda" else dist.group.WORLD
-        self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, group, Progress(steps))
+        self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, group, RunProgress(steps))
         alone = [name for name in SECTIONS if name not in (CHAIN, KEPT)]
         self._detections = {name: self._build(self._changed(name)) for name in alone}
 

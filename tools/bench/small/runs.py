@@ -18,8 +18,8 @@ from megasdc.config.checks import check_layout
 from megasdc.config.load import parse_config
 from megasdc.data.dataset import TokenDataset, build_datasets
 from megasdc.data.loader import EvalLoader, MemoryStream, MicroBatchLoader
-from megasdc.data.manifest import Manifest
-from megasdc.engine.hooks import Hook, Progress, Run
+from megasdc.data.manifest import DataManifest
+from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.engine.step_times import StepTimes
 from megasdc.events import EventLog
 from megasdc.faults.delay import DelayReport
@@ -58,7 +58,7 @@ def build_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None)
     training: Any
     validation = epoch = None
     if vocab is None:
-        vocab = Manifest.load(sections.data.path).tokenizer.vocab_size
+        vocab = DataManifest.load(sections.data.path).tokenizer.vocab_size
         training, validation = build_datasets(sections.data, vocab, size, samples)
         epoch = training.samples_per_epoch if isinstance(training, TokenDataset) else None
     else:
@@ -66,7 +66,7 @@ def build_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None)
         training = MemoryStream(vocab, sections.data.sequence_length, distinct, size)
     engine = build_training_engine(config, layout, dims, vocab, StartClock(0.0))
     loader = MicroBatchLoader(training, layout.micro_batch_size, dims.dp_rank, dims.data, samples_per_epoch=epoch)
-    run = Run(folder, dims, engine, loader, loader, EventLog(folder, dims.rank), dist.group.WORLD, Progress(steps))
+    run = Run(folder, dims, engine, loader, loader, EventLog(folder, dims.rank), dist.group.WORLD, RunProgress(steps))
     injector = build_injector(sections, run)  # of phase collective alone: nothing to observe
     writer = MetricsWriter(folder) if dims.rank == 0 else None
     interval = sections.logging.interval

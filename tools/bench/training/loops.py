@@ -23,7 +23,7 @@ from megasdc.config.sections import DeterminismSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import StepResult
-from megasdc.engine.hooks import Hook, Progress, Run
+from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.engine.step_times import TimeSplit
 from megasdc.events import EventLog
 from megasdc.metrics.writer import MetricsWriter
@@ -85,7 +85,7 @@ class MegasdcLoop:
             batches=loader if self.split is None else self.split.watch(loader),
             events=EventLog(folder, dims.rank),
             host_group=dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD,
-            progress=Progress(0),
+            progress=RunProgress(0),
         )
         self.writer = MetricsWriter(folder) if dims.rank == 0 else None
 

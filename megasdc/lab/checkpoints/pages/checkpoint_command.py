@@ -23,7 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from megasdc.checkpoint.views import Slot, with_derived_weights
 from megasdc.common.errors import MegasdcError
 from megasdc.common.program import at_home, bytes_bar, echo
-from megasdc.common.program import run as run_command
+from megasdc.common.program import run_program as run_command
 from megasdc.lab.checkpoints.checkpoints import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.lab.checkpoints.digest import Digest, count_bytes, digest_path, is_digest, read_digest
 from megasdc.lab.checkpoints.digest_report import WHATS, DigestReport, FileDifference

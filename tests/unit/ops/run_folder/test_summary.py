@@ -26,7 +26,7 @@ from megasdc.common.errors import (
 )
 from megasdc.common.origin import Origin
 from megasdc.common.run_lock import Holder, LockedFolders, take_lock
-from megasdc.engine.hooks import Progress, RunEnd
+from megasdc.engine.hooks import RunEnd, RunProgress
 from megasdc.events import EventLog, read_events
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, write_done, write_started
 from megasdc.ops.run_folder.record import load_run
@@ -300,7 +300,7 @@ def test_a_launch_with_nothing_to_train_warns(
     caplog.set_level(logging.INFO)
     events = EventLog(tmp_path, 0)
     run: Any = SimpleNamespace(step=20, steps=20, folder=tmp_path, events=events)
-    run.progress, run.end = Progress(20, 20), RunEnd(reason)
+    run.progress, run.end = RunProgress(20, 20), RunEnd(reason)
     report_end(run, first)
     events.close()
     (line,) = caplog.records

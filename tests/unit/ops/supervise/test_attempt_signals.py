@@ -59,7 +59,7 @@ def test_a_signal_to_the_front_alone_is_no_request(tmp_path: Path, code: int, st
     """Nobody has asked the supervisor: the run is started again, and it counts as no failure; also a program's."""
     attempt = Attempt(1, {"a": 1, "b": 1}, "20270115-first", time.time())
     engine = LaunchBackend(tmp_path, steps, [], 1, LaunchRequest(Path("c.json")), Here("hosts", attempt.slots), {})
-    path = attempt_process.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
+    path = attempt_process.attempt_file(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
     path.parent.mkdir()
     path.write_text(json.dumps(asdict(FrontResult(code, None, None, ["stopped"], stopped_by=signal.SIGHUP))))
     found = diagnose(engine.evidence(attempt, {}))
@@ -77,7 +77,7 @@ def test_a_start_that_all_ranks_leave_is_no_failure(
     monkeypatch.setenv(LAUNCH_ID_VARIABLE, attempt.launch_id)
     for rank, end in enumerate(ends):
         write_done(tmp_path, rank, 0, end=end)
-    path = attempt_process.file_of(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
+    path = attempt_process.attempt_file(tmp_path / FOLDER, attempt.number, attempt.launch_id, "json")
     path.parent.mkdir()
     path.write_text(json.dumps(asdict(FrontResult(0, None, None, ["all 2 ranks are done"]))))
     found = diagnose(engine.evidence(attempt, {}))

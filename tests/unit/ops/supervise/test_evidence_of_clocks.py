@@ -100,7 +100,7 @@ def engine(folder: Path, attempt: Attempt, code: int) -> LaunchBackend:
     """Of a run of 30 steps, whose attempt has ended with a code."""
     (folder / "run" / FOLDER).mkdir(parents=True, exist_ok=True)
     result = FrontResult(code, None, None, [f"ended with {code}"])
-    attempt_process.file_of(folder / "run" / FOLDER, attempt.number, attempt.launch_id, "json").write_text(
+    attempt_process.attempt_file(folder / "run" / FOLDER, attempt.number, attempt.launch_id, "json").write_text(
         json.dumps(asdict(result))
     )
     return LaunchBackend(folder / "run", 30, [], 1, LaunchRequest(Path("c.json")), Here("hosts", {}), {})
@@ -205,7 +205,9 @@ def test_the_last_step_of_an_attempt_is_what_its_agents_saw(
         assert ended.evidence(attempt, {}).last == 51, "the agent of the launch before is another one's"
         watched(run, tmp_path / f"records-{number}", attempt, step, f"f00d.{number}")
         result = FrontResult(1, 0, "n2" if number == 3 else hosts[0], ["boom"])
-        attempt_process.file_of(run / FOLDER, number, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
+        attempt_process.attempt_file(run / FOLDER, number, attempt.launch_id, "json").write_text(
+            json.dumps(asdict(result))
+        )
         found = ended.evidence(attempt, {})
         assert found.last == step - 1 and found.trained is not None
         failures.append(

@@ -218,11 +218,11 @@ def test_a_rank_that_slurm_says_was_out_of_memory_was(programs: Programs, tmp_pa
     engine = LaunchBackend(tmp_path / "run", 50, [], 0, LaunchRequest(Path("c.json")), SlurmJob(ENVIRON), {})
     (folder := tmp_path / "run" / FOLDER).mkdir(parents=True)
     ended = "slurmstepd: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-11-26T04:00:00 ***"  # by the front, after it
-    attempt_process.file_of(folder, 1, "launch", "log").write_text(f"step 5\n{said}{ended}\n")
+    attempt_process.attempt_file(folder, 1, "launch", "log").write_text(f"step 5\n{said}{ended}\n")
 
     def memory(failed_rank: int | None) -> str | None:
         result = FrontResult(78, failed_rank, "node2", ["rank 1 on node2: no done record"], ended_by=9)
-        attempt_process.file_of(folder, 1, "launch", "json").write_text(json.dumps(asdict(result)))
+        attempt_process.attempt_file(folder, 1, "launch", "json").write_text(json.dumps(asdict(result)))
         evidence = engine.evidence(attempt(node1=2, node3=3), {})
         assert diagnose(evidence).kind == ("memory" if evidence.memory else "rank_lost" if failed_rank else "launch")
         return evidence.memory

@@ -25,7 +25,7 @@ from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import start_ticks
 from megasdc.ops.launch.launch_verdict import Met
 from megasdc.ops.supervise.allocation import Allocation
-from megasdc.ops.supervise.attempt_process import file_of
+from megasdc.ops.supervise.attempt_process import attempt_file
 from megasdc.ops.supervise.attempt_progress import AttemptProgress
 from megasdc.ops.supervise.command import complete
 from megasdc.ops.supervise.diagnosis import AttemptEvidence
@@ -94,7 +94,7 @@ class SmallProcesses:
         self.before_start()
         check()
         self.ended = list(attempt.ended)
-        hostfile = file_of(self._log.parent, attempt.number, attempt.launch_id, "hosts")
+        hostfile = attempt_file(self._log.parent, attempt.number, attempt.launch_id, "hosts")
         hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items()))
         with open(self._log, "a") as log:
             log.write(f"{attempt.launch_id} {','.join(attempt.hosts)}\n")

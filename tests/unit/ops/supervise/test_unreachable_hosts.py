@@ -45,7 +45,7 @@ def _after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | N
     def ended(code: int | None) -> AttemptEvidence:
         if code is not None:
             result = FrontResult(code, None, None, [f"ended with {code}"])
-            attempt_process.file_of(folder, 1, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
+            attempt_process.attempt_file(folder, 1, attempt.launch_id, "json").write_text(json.dumps(asdict(result)))
         request = LaunchRequest(tmp_path / "config.json")
         return LaunchBackend(tmp_path / "run", 30, [], 1, request, allocation, {}).evidence(attempt, {"n3": 1})
 
