@@ -357,7 +357,7 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
         )
     if file.sdc.budget is not None and always_on.coverage != "auto":
         yield Problem(
-            ("megasdc.sdc.cost", "megasdc.sdc.always_on.coverage"),
+            ("megasdc.sdc.budget", "megasdc.sdc.always_on.coverage"),
             f'got {file.sdc.budget} with a fixed coverage "{always_on.coverage}", which follows no budget; set '
             'coverage to "auto", or budget to null.',
         )

@@ -10,7 +10,7 @@ check detects it, both included: 1 means at once.
   probability p, so 1 / p - 1 more are needed: K (1 / p - 1) + (K + 1) / 2 = K (1 / p - 1 / 2) + 1 / 2. With a permuted
   replay one replica suffices, for errors that stay at a unit; each then costs a micro-batch more.
 - The check of every step compares forward results with their recomputation on the same rank, of one micro-batch of a
-  step, another each step, or of all, or as a budget leaves room for (``megasdc.sdc.cost``): of m micro-batches in
+  step, another each step, or of all, or as a budget leaves room for (``megasdc.sdc.budget``): of m micro-batches in
   every E-th step. It detects a share v of the wrong micro-batches: no errors of the backward pass, and none that the
   recomputation repeats. A step that looks finds the rank with probability q = 1 - (1 - v p)^m; by the argument of
   audits that takes E (1 / q - 1 / 2) + 1 / 2 steps.

@@ -1,17 +1,21 @@
 """Contradictions inside a file, and between a file and the number of ranks, are found before anything starts."""
 
+import ast
 import copy
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasdc import config
 from megasdc.common.errors import ConfigError
 from megasdc.config.checks import check_layout, find_warnings, resolve_batch
-from megasdc.config.load import parse_config
+from megasdc.config.load import WholeFile, parse_config
 from megasdc.config.model import PRESETS, ModelSection, ffn_width, head_width
+from megasdc.config.schema import REMOVED, locate_key
 
 BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 IDS = {"kind": "megatron", "path": "a"}
@@ -448,3 +452,18 @@ def test_megatron_field_names_are_those_of_the_class():
     assert {field.name for field in dataclasses.fields(TransformerConfig)} <= megatron_fields()
     assert set(REFUSED_MEGATRON_FIELDS) | TORCH_FIELDS <= megatron_fields()
     assert set(MEGATRON_NEEDS) <= TORCH_FIELDS and not TORCH_FIELDS & set(REFUSED_MEGATRON_FIELDS)
+
+
+def test_what_problems_name_are_fields() -> None:
+    """Each path in the code of the configuration is that of a field, or of one that is gone."""
+    files = Path(config.__file__).parent.glob("*.py")
+    constants = [
+        node.value
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    named = {text for text in constants if re.fullmatch(r"megasdc(\.[a-z_0-9]+)+", text)} - set(REMOVED)
+    assert len(named) > 40
+    fields = sorted(text for text in named if not text.startswith("megasdc.model.megatron."))
+    assert [text for text in fields if locate_key(tuple(text.split(".")), WholeFile)[2] is None] == []
