@@ -89,7 +89,7 @@ def test_ctrl_c_before_and_after_the_work(tmp_path: Path, moment: str) -> None:
     (tmp_path / "work.py").write_text(
         "import io, os, signal, sys\nfrom megasdc.common.program import run_program\nclass Stream(io.StringIO):\n"
         f"    def reconfigure(self, **_): pass\n    def {moment}(self, **_): os.kill(os.getpid(), signal.SIGINT)\n"
-        "def main():\n    sys.stdout = Stream()\n    run(lambda: None, 'x')\n"
+        "def main():\n    sys.stdout = Stream()\n    run_program(lambda: None, 'x')\n"
     )
     hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # ignored in background jobs
     code = f"{hears}; from megasdc.common.program import start; start('work')"
