@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megasdc.checkpoint.files import Fence
-from megasdc.common.durable import lacks_room
+from megasdc.common.durable import NO_ROOM, lacks_room
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
@@ -128,15 +129,18 @@ class RankProblem:
 
 def describe_error(error: BaseException, doing: str) -> RankProblem:
     """An exception as a problem to send to other ranks; ``doing``: what failed, such as ``write /data/x.pt``."""
-    # torch's file writer reports every failed write as a RuntimeError of inline_container.cc, without an errno.
+    # torch's file writer reports a failed write as a RuntimeError of inline_container.cc, without an errno; one that
+    # could not open its file says why.
     failed_write = isinstance(error, RuntimeError) and "inline_container" in str(error)
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    full = " (no space left on the device?)" if failed_write else ""
+    unsaid = failed_write and "open file failed" not in text
+    no_room = lacks_room(error) or unsaid or (failed_write and any(os.strerror(one) in text for one in NO_ROOM))
+    full = " (no space left on the device?)" if no_room else ""
     if lacks_room(error):
         full = " (the disk is full)"
     is_storage = isinstance(error, OSError) or failed_write
     said = f"cannot {doing}: {type(error).__name__}: {text}{full}"
-    return RankProblem(said, is_storage, no_room=lacks_room(error) or failed_write)
+    return RankProblem(said, is_storage, no_room=no_room)
 
 
 def raise_on_all_ranks(problem: RankProblem | None, place: FolderRanks, what: str) -> None:
