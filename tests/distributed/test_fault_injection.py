@@ -22,7 +22,7 @@ from megasdc.config.faults import FaultSpec
 from megasdc.config.model import ModelSection
 from megasdc.config.sections import ParallelSection
 from megasdc.data.loader import MemoryStream, MicroBatchLoader
-from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.engine.observer import Observer
 from megasdc.events import EventLog
 from megasdc.faults.injector import Injector, harmed_submodules
@@ -300,7 +300,7 @@ def _chain_of(specs: list[dict[str, Any]], layout: tuple[int, int], options: Any
     injector = Injector([FaultSpec.model_validate({"steps": [2, 2], **spec}) for spec in specs], engine.dims, 64)
     with tempfile.TemporaryDirectory() as folder:
         events = EventLog(Path(folder), engine.dims.rank)
-        run = Run(Path(folder), engine.dims, engine, loader, loader, events, 3, dist.group.WORLD)
+        run = Run(Path(folder), engine.dims, engine, loader, loader, events, dist.group.WORLD, RunProgress(3))
         faults, chain = StateFaults(engine, injector), _Chain(engine)
         engine.hooks = run.hooks = [faults, chain]
         while not run.is_last_step:
