@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import time
 from typing import Any
 
@@ -14,7 +13,6 @@ from fused_switch import VARIABLE
 from harness import PRELOAD, run_distributed
 from tiny import GPT, relative_distance
 
-from megasdc.common.imports import is_installed
 from megasdc.config.load import parse_config
 from megasdc.model.gpt import FusedLayerNorm
 from megasdc.parallel import processes
@@ -64,13 +62,6 @@ def _count_frozen() -> int:
     return gc.get_freeze_count()
 
 
-def _wandb() -> tuple[bool, bool, bool]:
-    """Whether W&B is imported, whether it can be, and whether Megatron-core's engine has it."""
-    from megatron.core.inference.contexts import dynamic_context
-
-    return "wandb" in sys.modules, is_installed("wandb"), dynamic_context.HAVE_WANDB
-
-
 def _hang_on(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
         _wait_for_ever()
@@ -85,12 +76,6 @@ def test_what_was_preloaded_is_frozen() -> None:
     """What cannot be imported is passed over without a word, so the last must have been imported; for sweeps too."""
     assert PRELOAD[-1] == processes.PRELOAD[-1]
     assert run_distributed(_count_frozen, 1, init=False)[0] > 100_000
-
-
-def test_no_rank_has_imported_what_its_libraries_do_not_need() -> None:
-    """W&B, which Megatron-core imports for its inference engine wherever it is installed; a sink still finds it."""
-    (found,) = run_distributed(_wandb, 1, init=False)
-    assert found == (False, is_installed("wandb"), False)
 
 
 def test_returns_the_result_of_each_rank() -> None:
