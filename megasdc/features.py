@@ -59,7 +59,7 @@ UNCHECKED = (
 
 @dataclass(frozen=True)
 class Recording:
-    """Hooks that observe the tensors of a step; each is None where nothing asks for it."""
+    """Hooks that observe the tensors of a step; each is None where the configuration does not ask for it."""
 
     observation: ObserverSwitch | None
     detection: StepChecker | None
@@ -98,12 +98,12 @@ class Built:
 
     @property
     def slices(self) -> SliceChecks | None:
-        """Its checks of slices."""
+        """The checks of slices of the optimizer."""
         return None if self.detection is None else self.detection.slices
 
     @property
     def chain(self) -> Chain | None:
-        """Its checks of what happens to states between looks."""
+        """The checks of norm, clipping, state between steps and the copy of the master weights."""
         return None if self.detection is None else self.detection.chain
 
 
@@ -112,7 +112,7 @@ class Line:
     """One place in the order of hooks.
 
     Attributes:
-        hook: name of its class.
+        hook: name of the hook's class.
         what: what it does, for the table of the documentation.
         of: the hook of a run's features; None where the configuration does not ask for it.
         always: whether every run has it.
@@ -517,7 +517,7 @@ def _run_state(start: Start) -> RunState:
 def _savers(
     start: Start, writer: MetricsWriter | None, detection: StepChecker | None
 ) -> tuple[MemoryCheckpoints | None, Saver]:
-    """What keeps checkpoints in memory, if anything does, and what writes them."""
+    """The hook that keeps checkpoints in memory, if the run has one, and the hook that writes them to disk."""
     section, run, state = start.sections.checkpoint.memory, start.run, _run_state(start)
     before_save = OncePerStep(None if detection is None else detection.before_save)
     after_save = None if detection is None else detection.after_save
@@ -558,7 +558,7 @@ def _say_sizes(start: Start, sizes: ModelSizes) -> None:
 
 
 def _known_peak(precision: str) -> float | None:
-    """Peak of this rank's device if it is in the table, which is for 16-bit arithmetic on GPUs."""
+    """Peak of this rank's GPU in 16-bit arithmetic, TFLOP/s; None: fp32, no GPU, or not in the table."""
     if precision == "fp32" or not torch.cuda.is_available():
         return None
     return peak_tflops(torch.cuda.get_device_name())

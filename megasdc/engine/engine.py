@@ -44,14 +44,14 @@ class StepResult:
     """Result of one optimizer step.
 
     Args:
-        step: its number, the first is 1.
-        loss: mean over the tokens used, in nats; on all ranks.
+        step: number of the step; the first is 1.
+        loss: mean loss over the tokens used, in nats; on all ranks.
         tokens: tokens used, over all replicas.
         grad_norm: 2-norm of the whole gradient before clipping; infinite when it was not finite.
-        learning_rate: of this step, first parameter group.
-        skipped: None, or why the optimizer did not step.
+        learning_rate: learning rate of the first parameter group in this step.
+        skipped: reason why the optimizer did not step; None: it did.
         loss_scale: loss scale of fp16 training, else 1.
-        micro_batches: completed, over all replicas.
+        micro_batches: number of completed micro-batches, over all replicas.
     """
 
     step: int
@@ -73,7 +73,7 @@ class TrainingEngine(PipelineEngine):
     """DeepSpeed's pipeline engine with hooks, averages over the tokens used, and numbered micro-batches.
 
     Args:
-        streams: dropout streams of the model; None for a model without.
+        streams: dropout streams of the model; None: it has no dropout.
         masks_tokens: whether the data can mask tokens out of the loss.
         **options: passed to DeepSpeed's engine.
 
@@ -91,21 +91,21 @@ class TrainingEngine(PipelineEngine):
         super().__init__(**options)
         self.dims = dims
         self.hooks: list[Any] = []
-        """Called in this order; each is a ``megasdc.engine.hooks.Hook``, whose module imports this one."""
+        """Hooks in the order of their calls; each is a ``megasdc.engine.hooks.Hook``, whose module imports this one."""
         self.agreement = StepAgreement(None)
-        """Reduces the fields of the hooks once in a step."""
+        """Reduction of the hooks' fields over all ranks, once in a step."""
         self.step_control = StepControl(self.optimizer, self.mpu.get_data_parallel_group())
         self.streams = streams
         self.masks_tokens = masks_tokens
         self.gate: MicroBatchGate | None = None
-        """Decides which micro-batches this replica starts; None: all."""
+        """Decision which micro-batches this replica starts; None: all of them."""
         self.replay: StageReplay | None = None
-        """Computes one micro-batch of the next step once more, where this stage would wait; None: nothing does."""
+        """Replay of one micro-batch of the next step, in the time in which this stage would wait; None: no replay."""
         self.is_replaying = False
         self.divides_by_used = False
         """Whether gradients are averaged over completed instead of planned micro-batches."""
         self.deal: UnevenSplit | None = None
-        """Which micro-batches of a step this replica takes; None: as many as every other."""
+        """Division of a step's micro-batches among replicas that take different numbers; None: all take as many."""
         self._partial_sums = [
             parameter
             for parameter in self.module.parameters()
@@ -154,7 +154,7 @@ class TrainingEngine(PipelineEngine):
         """Run one optimizer step.
 
         Args:
-            batches: yields this replica's micro-batches.
+            batches: iterator over this replica's micro-batches.
 
         Returns:
             The result, the same on all ranks.
@@ -198,8 +198,8 @@ class TrainingEngine(PipelineEngine):
         """Mean loss over the tokens of some micro-batches, without dropout and without gradients.
 
         Args:
-            batches: yields this replica's micro-batches.
-            num_micro_batches: how many this replica evaluates.
+            batches: iterator over this replica's micro-batches.
+            num_micro_batches: number of micro-batches that this replica evaluates.
 
         Returns:
             Mean over all replicas in nats, on all ranks.
@@ -267,7 +267,7 @@ class TrainingEngine(PipelineEngine):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Inside, micro-batches begin with no gradient and no loss; at the end those of the step are restored."""
+        """Context in which micro-batches begin with no gradient and no loss; at its end the step's are restored."""
         kept = self.total_loss, self._tokens, self._planned_tokens
         with gradients_set_aside(self.optimizer):
             self._begin()
@@ -320,7 +320,7 @@ class TrainingEngine(PipelineEngine):
         """Call a function before each instruction of the schedule, with its micro-batch, -1: of none.
 
         Args:
-            watcher_of: the function for a kind of instruction; None: that kind is not watched.
+            watcher_of: returns the function for a kind of instruction; None: that kind is not watched.
         """
 
         def watched(kind: type, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -433,7 +433,7 @@ class TrainingEngine(PipelineEngine):
 
     @contextmanager
     def _replaying(self, replay: StageReplay) -> Iterator[Sequence[Any]]:
-        """Inside, the engine replays; yields the hooks that are called."""
+        """Context in which the engine replays a micro-batch; yields the hooks that are called around its passes."""
         self._enter(replay.micro_batch)
         self.is_replaying = True
         try:
@@ -488,7 +488,7 @@ class TrainingEngine(PipelineEngine):
     # --- averages -----------------------------------------------------------------------------------------------
 
     def _reduce_totals(self, loss_sum: torch.Tensor | None) -> torch.Tensor:
-        """[sum of losses, sum of used tokens, micro-batches], summed over replicas.
+        """Totals of the step over all replicas: [sum of losses, used tokens, micro-batches], [3].
 
         The first two are divided by the planned tokens of a micro-batch.
 
@@ -514,11 +514,11 @@ class TrainingEngine(PipelineEngine):
         return (self._totals[0] / self._totals[1]).float()
 
     def _reduce_outputs(self, outputs: Any, **_: Any) -> Any:
-        """On the last stage, called by ``eval_batch``: the sum of losses of this replica."""
+        """Sum of this replica's losses on the last stage; called by ``eval_batch``."""
         return torch.stack(outputs).sum()
 
     def _bcast_pipe_scalar(self, data: Any, *_: Any, **__: Any) -> torch.Tensor:
-        """Called by ``eval_batch`` on all stages: the mean over the tokens of all replicas."""
+        """Mean loss over the tokens of all replicas, on all stages; called by ``eval_batch``."""
         totals = self._reduce_totals(data)
         return (totals[0] / totals[1]).float()
 
@@ -545,8 +545,8 @@ def build_engine(
     """Build the engine of a stage, as ``deepspeed.initialize`` builds DeepSpeed's own.
 
     Args:
-        pipeline: the stage.
-        groups: optimizer groups.
+        pipeline: model of the stage.
+        groups: parameter groups of the optimizer.
         **options: arguments of ``TrainingEngine``.
 
     Collective: all ranks of the world.

@@ -16,23 +16,24 @@ from megasdc.parallel.dims import ParallelDims
 
 
 def _nothing(_phase: str) -> None:
-    """Nobody records phases."""
+    """Default of ``Run.enter``: phases are not recorded."""
 
 
 @dataclass
 class RunProgress:
-    """How far a run is.
+    """Progress of a run.
 
     Args:
-        steps: steps of the whole run.
-        step: last finished step.
+        steps: number of steps of the whole run.
+        step: number of the last finished step; 0: none.
         tokens: tokens used so far.
-        samples: samples consumed so far, all replicas.
+        samples: samples consumed so far, over all replicas.
         uncounted_samples: samples of the stream that replicas are past, besides ``samples``: those that were given up;
             negative where a run has begun the stream again.
         skipped_steps: steps that the optimizer skipped so far.
-        finite_step: last step that it took with a finite loss and gradient norm; 0: none.
-        skip_place: where values of the last step became NaN or Inf, as a sentence; None: not searched, or all finite.
+        finite_step: last step that the optimizer took with a finite loss and gradient norm; 0: none.
+        skip_place: sentence that says where values of the last step became NaN or Inf; None: not searched, or all
+            finite.
         paused_s: seconds of evaluations, saves and golden checks, which are not step time.
     """
 
@@ -49,12 +50,12 @@ class RunProgress:
 
 @dataclass
 class RunEnd:
-    """Whether a run ends after this step, and how.
+    """End of a run after this step, if it has a reason to end.
 
     Args:
-        reason: None, or why the run ends after this step; the same on all ranks.
-        error: raised after that as the run's end, once it is saved; None: it has ended well.
-        must_stop_soon: whether that is a signal or a time limit, after which processes may be killed.
+        reason: why the run ends after this step, the same on all ranks; None: it goes on.
+        error: exception that is raised at the end, once the run is saved; None: it has ended well.
+        must_stop_soon: whether the reason is a signal or a time limit, after which processes may be killed.
         results: fields of the end event.
     """
 
@@ -70,10 +71,10 @@ class Run:
 
     Args:
         loader: this replica's training samples, with a saved position.
-        batches: the loader as the engine reads it.
+        batches: iterator over the loader's micro-batches, as the engine reads it.
         events: this rank's event log.
         host_group: a gloo group of all ranks, for decisions that must not wait for a device.
-        initial_dims: place of this rank when the launch began; None: as now, no replica was left out since.
+        initial_dims: place of this rank when the launch began; None: the same as now, no replica was left out since.
         enter: called with the name of a phase (``megasdc.ops.health.phases``) that begins between steps.
         skipped_checkpoint_steps: steps whose checkpoints lie in the run's folder but were not resumed from and are not
             of its past.
@@ -97,7 +98,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last finished step."""
+        """Number of the last finished step."""
         return self.progress.step
 
     @property
@@ -176,9 +177,9 @@ class Hook:
     """
 
     fields: Sequence[Field] = ()
-    """What all ranks agree on for this hook in each step, the same fields on all of them; known in ``after_step``."""
+    """Values that are reduced over all ranks in each step, the same fields on all ranks; known in ``after_step``."""
     saved_as: str = ""
-    """Name of its state in checkpoints, which stays where the class is renamed; empty: it has no state."""
+    """Name of the hook's state in checkpoints, which stays when the class is renamed; empty: it has no state."""
     slot: Slot | str = Slot.MEASURE
     """Place of a hook of the user's own: after those of megasdc in that slot, in the order of the configuration."""
     in_replays: bool = False
@@ -226,9 +227,9 @@ class Hook:
         """This replica is about to decide whether to start a micro-batch; called on the rank that decides.
 
         Args:
-            engine: of the first stage's first tensor rank.
-            micro_batch: the next one; the first of a step is 0.
-            time_left_s: until the replica must not start it any more; infinite without a limit.
+            engine: the engine of the first stage's first tensor rank.
+            micro_batch: number of the next micro-batch; the first of a step is 0.
+            time_left_s: seconds until the replica must not start it any more; infinite without a limit.
         """
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:

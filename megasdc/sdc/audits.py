@@ -59,7 +59,7 @@ from megasdc.tensors.bits import as_bits
 from megasdc.tensors.permuted import Permuted, Signature, Trial, Tried, Unequal
 
 ASKED = 8
-"""Most results that the referee computes in one step; each is a repeat of the micro-batch."""
+"""Largest number of results that the referee computes in one step; each is a repeat of the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class AuditedWork:
     """The audited micro-batch of a step.
 
     Args:
-        trace: of this rank.
-        again: computes it once more; returns this rank's trace.
+        trace: this rank's trace of it.
+        again: computes the micro-batch once more; returns this rank's trace.
         earlier: ranks that were wrong in an earlier event of the run.
     """
 
@@ -83,8 +83,9 @@ class PermutedResult:
     """Results of the audited micro-batch with elements in other places.
 
     Args:
-        again: computes it so once more.
-        learn: tries its operations again; whether more of them are not moved from now on.
+        trace: this rank's trace of them.
+        again: computes them once more; returns this rank's trace.
+        learn: tries the micro-batch's operations again; returns whether more of them are no longer moved.
     """
 
     trace: Trace
@@ -96,12 +97,12 @@ class AuditFindings:
     """Names the ranks behind what an audit has found, where that can be proved.
 
     Args:
-        group: of all ranks, on the host.
-        repeats: how often work is repeated.
+        group: host group of all ranks.
+        repeats: number of repeats of the work.
         referee: keeps results, and judges those that differ between replicas.
-        tell: writes an event ``sdc`` of a name, with its step and fields.
+        tell: writes an event of kind ``sdc``, from its name, step and fields.
         asks: whether the referee is asked for opinions.
-        sums: whether results may be sums over tensor ranks, or made of such; else each is of its rank alone.
+        sums: whether results may be sums over tensor ranks, or made of such sums; else each is of its rank alone.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class AuditFindings:
         )
 
     def _ask_referee(self, work: AuditedWork, ballot: Ballot, audit: Mapping[int, Trace]) -> list[tuple[int, Opinion]]:
-        """What the referee says of results that differ, with their places in traces; one more repeat for each."""
+        """Opinions of the referee on results that differ, with their places in traces; each costs one more repeat."""
         found = []
         for number, (address, place, values) in enumerate(find_differences(ballot)):
             opinion = Opinion(address, {}, f"it has computed {ASKED} results in this step")
@@ -168,7 +169,7 @@ class AuditFindings:
     def _repeat(
         self, work: AuditedWork, place: int, ranks: Collection[int], audit: Mapping[int, Trace]
     ) -> dict[int, int | None]:
-        """Repeat the audited micro-batch; what ranks got at a place this time."""
+        """Repeat the audited micro-batch; returns checksums at a place by rank, None: no evidence."""
         again = gather_traces(work.again(), self._dims, self._group)
         return {rank: repeated_value(rank, place, audit, again, self._dims) for rank in ranks}
 
@@ -255,7 +256,7 @@ class AuditFindings:
 
 
 def difference_at(audited: Trace, moved: Trace, address: Address) -> Unrepeated:
-    """A result as it was computed, and with elements in other places."""
+    """Checksums of a result as it was computed in the audit, and with elements in other places."""
     place = audited.addresses.index(address)
     return Unrepeated(address, audited.checksums[place], moved.checksums[place], place)
 
@@ -269,7 +270,7 @@ def differ_in_nan_alone(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _micro_batch(rulings: Sequence[RankVerdict]) -> int:
-    """The audited micro-batch: the first of the step, or an extra one."""
+    """Number of the audited micro-batch, as rulings have it: the first of the step, or an extra one."""
     numbers = (one.address.micro_batch for one in rulings if one.address is not None)
     return next((number for number in numbers if number is not None), 0)
 
@@ -278,13 +279,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MANY = 0.1
-"""Share of a result's elements that no single unit computes."""
+"""Share of a result's elements above which a difference is not of a single unit of the device."""
 ROUNDING = {"float32": 2.0**-16, "bfloat16": 2.0**-5, "float16": 2.0**-8}
-"""Differences, as a share of the largest element, that another order of summation explains."""
+"""Largest difference that another order of summation explains, as a share of the largest element, by type."""
 
 
 def tensor_ranks(rank: int, layout: ParallelDims) -> tuple[int, ...]:
-    """The ranks that compute a stage of a replica together with one, itself too."""
+    """Ranks of a rank's tensor group, the rank itself among them."""
     first = rank - rank % layout.tensor
     return tuple(range(first, first + layout.tensor))
 
@@ -292,11 +293,11 @@ def tensor_ranks(rank: int, layout: ParallelDims) -> tuple[int, ...]:
 def suspect_together(
     rulings: Sequence[RankVerdict], layout: ParallelDims, alone: Collection[tuple[int, Address]] = ()
 ) -> tuple[RankVerdict, ...]:
-    """Rulings on results that may be sums over tensor ranks: of these none is named, and all are suspects.
+    """Rulings on results that may be sums over tensor ranks: no rank of such a group is named, all are suspects.
 
     Args:
-        alone: ranks that have computed a result, at an address, from what is known and was alike, without another rank:
-            what is wrong there is of their own.
+        alone: pairs of a rank and the address of a result that it has computed from inputs known to be alike, without
+            another rank: an error there is its own.
     """
     if layout.tensor == 1:
         return tuple(rulings)
@@ -313,7 +314,7 @@ def suspect_together(
 
 
 def merged_rulings(rulings: Sequence[RankVerdict], suspects: tuple[int, ...]) -> RankVerdict:
-    """One ruling on ranks of which none can be named, in the place of several; what none repeated stays so."""
+    """One ruling on ranks of which none can be named, in the place of several; not reproduced if all of these are."""
     first = rulings[0]
     harmless = all(one.verdict == NOT_REPRODUCED for one in rulings)
     return RankVerdict(
@@ -328,7 +329,7 @@ def merged_rulings(rulings: Sequence[RankVerdict], suspects: tuple[int, ...]) ->
 
 
 def gather_traces(trace: Trace, dims: ParallelDims, group: dist.ProcessGroup | None) -> dict[int, Trace]:
-    """Every rank's trace, on every rank, through a host group of all ranks.
+    """Every rank's trace, by global rank, on every rank; ``group``: a host group of all ranks.
 
     Replicas record the same addresses; only those of the first replica are sent, and those of ranks that differ from
     it.
@@ -355,7 +356,7 @@ def repeat_disputed(
     dims: ParallelDims,
     group: dist.ProcessGroup | None,
 ) -> dict[tuple[int, int], list[int | None]]:
-    """Repeat the work that replicas disagree on; what ``megasdc.sdc.verdict.settle`` needs of that.
+    """Repeat the work that replicas disagree on; returns ``repeats`` for ``megasdc.sdc.verdict.settle``.
 
     Args:
         ballot: the vote on ``audit``, the traces of all ranks.
@@ -375,7 +376,7 @@ class PermutableOps:
 
     Args:
         dims: layout and place of this rank.
-        group: of all ranks, on the host.
+        group: host group of all ranks.
         tell: writes an event, from its kind, name and fields; called on rank 0 alone.
 
     Attributes:
@@ -387,7 +388,7 @@ class PermutableOps:
         self.without: Collection[Signature] | None = None
 
     def compute(self, step: int, work: Callable[[], T]) -> T:
-        """Compute work so, the first time of a start after a trial of its operations.
+        """Compute work with elements in other places; the first time of a start its operations are tried before.
 
         Collective: all ranks of the world, the first time.
         """
@@ -400,7 +401,7 @@ class PermutableOps:
             return work()
 
     def learn(self, step: int, work: Callable[[], T]) -> bool:
-        """Try the operations of work again; whether some more are not moved from now on.
+        """Try the operations of work again; returns whether more of them are no longer moved.
 
         Collective: all ranks of the world.
         """
@@ -417,7 +418,7 @@ class PermutableOps:
         return self._dims.at(row[0]).first_replica_rank
 
     def _try(self, work: Callable[[], T]) -> Sequence[Tried]:
-        """What each rank has seen."""
+        """Compute work, trying each of its operations both ways; returns the trial of each rank."""
         with Trial() as trial:
             work()
         return gather_objects(trial.tried, self._group)
@@ -445,7 +446,7 @@ class PermutableOps:
 
 
 def places_matter(found: Sequence[Tried]) -> Mapping[Signature, Unequal]:
-    """Operations whose kernels do not treat all places alike, from what each rank has tried."""
+    """Operations whose kernels do not treat all places alike, from the trials of all ranks."""
     return {
         signature: one
         for signature, one in _totals(found).items()
@@ -457,8 +458,8 @@ def order_matters(found: Sequence[Sequence[Tried]], known: Collection[Signature]
     """Operations whose results differ on all ranks that compute the same, or on one alone as little as rounding.
 
     Args:
-        found: what each rank has tried, by what they compute.
-        known: operations that are not asked for.
+        found: trials of the ranks at each position, which compute the same.
+        known: operations that are left out.
     """
     return {
         signature: one
@@ -484,7 +485,7 @@ def _totals(found: Sequence[Tried]) -> dict[Signature, Unequal]:
 
 
 def _is_of_kernel(signature: Signature, total: Unequal, ran: Sequence[Tried]) -> bool:
-    """Whether a difference is of the kernel, or of how it is moved here, and not of a device."""
+    """Whether a difference is a property of the kernel, or of how elements are moved here, and not of a device."""
     rounding = max(ROUNDING.get(text.partition("(")[0], 0.0) for text in signature)
     explained = len(ran) > 1 or total.largest <= rounding or total.elements > MANY * total.of
     return explained and all(signature in of_rank.unequal for of_rank in ran)

@@ -27,18 +27,18 @@ from megasdc.sdc.trace import Counts
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
 
 SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
-"""Verdicts by falling severity; the most severe is the incident's."""
+"""Verdicts by falling severity; the most severe of a finding is its incident's."""
 DONE = {"halt": "halted", "isolate": "isolated", "repair": "repaired", "warn": "committed"}
-"""What was done, by what was to be."""
+"""Action as an incident reports it, by the policy's name."""
 
 
 @dataclass(frozen=True)
 class Finding:
     """A finding with its rulings; the same on all ranks.
 
-    ``tier`` and ``micro_batch``: as of ``incident.Incident``; ``compared``: results over all ranks; ``differing``: how
-    many by phase, submodule and rank; ``opinions``: the referee's; ``unrepaired``: why putting right what was found
-    would not put right the step.
+    ``tier``: name of the check; ``micro_batch``: number of the micro-batch, None: of none; ``compared``: number of
+    results compared, over all ranks; ``differing``: number of differing results, by phase, submodule and rank;
+    ``opinions``: the referee's opinions; ``unrepaired``: why a repair of the finding would not repair the step.
     """
 
     tier: str
@@ -60,12 +60,12 @@ class Finding:
         return "; ".join(map(_say, self.rulings))
 
     def incident(self, run_dir: Path, step: int, action: str, ranks: Sequence[RankPlace], **more: Any) -> Incident:
-        """The incident that a report describes.
+        """Incident of the finding, for a report.
 
         Args:
-            action: of ``DONE``.
-            ranks: places of all.
-            **more: fields of ``Incident`` that a finding does not know.
+            action: one of the keys of ``DONE``.
+            ranks: places of all ranks.
+            **more: other fields of ``Incident``.
         """
         return Incident(
             time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -87,7 +87,7 @@ class Finding:
         )
 
     def flagged(self, ranks: Sequence[RankPlace], step: int) -> tuple[FlaggedRank, ...]:
-        """Ranks named as wrong, in a step; ``ranks``: places of all."""
+        """Ranks named as wrong, in a step; ``ranks``: places of all ranks."""
         return tuple(
             FlaggedRank(
                 **vars(ranks[one.rank]),
@@ -104,7 +104,7 @@ class Finding:
         )
 
     def disputed(self, ranks: Sequence[RankPlace], step: int) -> tuple[DisputedRank, ...]:
-        """Ranks of which none can be named, in a step; ``ranks``: places of all."""
+        """Suspected ranks of which none can be named, in a step; ``ranks``: places of all ranks."""
         return tuple(
             DisputedRank(
                 **vars(ranks[rank]),
@@ -174,7 +174,7 @@ class Suspects:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Ranks that are now on such a device."""
+        """Ranks that are now on a device that was wrong before."""
         return frozenset(rank for rank, place in enumerate(self._of_rank) if place in self._found)
 
     def add(self, ranks: Iterable[int]) -> None:

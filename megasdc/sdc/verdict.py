@@ -46,10 +46,10 @@ PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermit
 """Verdicts, named as in `sdc.policy`."""
 MAJORITY, GOLDEN, REPLAY, REFEREE = "relative to the majority", "golden trace", "replay", "referee"
 OWN_CODE = "own code in fp64"
-"""Basis where a submodule's own code in fp64 tells which of its results is wrong."""
+"""Basis of rulings where a submodule's own code in fp64 tells which of its results is wrong."""
 ELSEWHERE, FILE, FOLLOWS = "own results elsewhere", "file of the data", "step and decisions"
-"""Bases of a ruling; elsewhere: computed again with elements in other places on the same device; step and decisions:
-from which it follows."""
+"""Bases of rulings: the rank's results with elements in other places on the same device, the data file, and the step
+and the decisions from which a place in the data follows."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class RankVerdict:
             equally, or a second time after an earlier event; not_reproduced: right in all repeats; inconclusive: the
             repeats do not decide, or no rank can be named.
         basis: evidence for the rank; one of the module's bases.
-        address: of its first wrong result, or where ranks first differ; None: only evidence is missing.
-        wrong: repeats in which it was wrong.
-        repeats: repeats that count.
+        address: address of its first wrong result, or where ranks first differ; None: only evidence is missing.
+        wrong: number of repeats in which it was wrong.
+        repeats: number of repeats that count.
         rate_bound: if not reproduced: rates of errors per repeat above this one would have shown one with probability
             0.95 or more.
-        suspects: if no rank is named: those that it may be.
+        suspects: if no rank is named: ranks that may be wrong.
         expected: the right checksum at the address; None: not known.
-        got: checksums there by rank, of the named rank or of the suspects; absent: not known.
+        got: checksums at the address, of the named rank or of the suspects, by rank; absent: not known.
     """
 
     rank: int | None
@@ -98,8 +98,9 @@ def repeated_value(
     """The checksum that a rank computed at a place in one repeat, if its inputs were those of the audit.
 
     Args:
+        place: number of the result in the rank's trace, from 0.
         audit: traces of the audited micro-batch by global rank; at least of this rank's replica.
-        repeat: the same of one repeat.
+        repeat: traces of one repeat, likewise.
 
     Returns:
         The checksum; None where the rank has no result there, or where an earlier result of its replica differed from
@@ -142,7 +143,7 @@ def to_repeat(ballot: Ballot) -> tuple[tuple[int, int], ...]:
 
 
 def find_differences(ballot: Ballot) -> list[tuple[Address, int, Mapping[int, int]]]:
-    """Where ranks of equal inputs got different results: address, place, and checksums by rank."""
+    """Results that differ between ranks with equal inputs: address, place in the trace, and checksums by rank."""
     found: list[tuple[Address, int, Mapping[int, int]]] = [
         (flag.address, flag.place, {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected))
         for flag in ballot.flagged
@@ -163,14 +164,14 @@ def settle(
     """Rulings on every flag and dispute of a ballot.
 
     Args:
-        repeats: by (global rank, place), each of ``to_repeat``, the checksum in each repeat; None or absent: no
+        repeats: checksum in each repeat, by (global rank, place), for all of ``to_repeat``; None or absent: no
             evidence, as from a rank that died, which counts neither as right nor as wrong.
-        golden: by global rank, whether it reproduces the golden trace; absent: not verified. Do not pass False for a
-            rank that only received another rank's wrong values.
+        golden: whether a rank reproduces the golden trace, by global rank; absent: not verified. Do not pass False for
+            a rank that only received another rank's wrong values.
         earlier: ranks that were wrong in an earlier event of the run.
-        refereed: by (global rank, place), whether the result is what rounding allows; absent: undecided. Of the results
-            at a place some are True if any is False.
-        bases: of these, by place; absent: ``REFEREE``.
+        refereed: whether rounding allows a result, by (global rank, place); absent: undecided. Of the results at a
+            place some are True if any is False.
+        bases: bases of the referee's rulings, by place; absent: ``REFEREE``.
 
     Returns:
         One ruling for each named rank, and one without a rank for each position where none can be named and for missing
@@ -207,7 +208,10 @@ class _Case:
     opinion: str = REFEREE
 
     def of_flag(self, flag: Flag) -> list[RankVerdict]:
-        """Rules on the flagged rank, unless its majority falls or the golden trace contradicts it."""
+        """Rulings on a flagged rank, and on ranks of its majority that were wrong themselves.
+
+        If the majority falls or the golden trace contradicts it, the flag is ruled on as a dispute.
+        """
         values = {flag.rank: flag.got} | dict.fromkeys(flag.against, flag.expected)
         standing = [rank for rank in flag.against if not self.is_proved(rank) and not self.varied(rank, values)]
         contradicted = self.golden.get(flag.rank) and not self.varied(flag.rank, values)
@@ -224,13 +228,13 @@ class _Case:
         return self.golden.get(rank) is False or self.refereed.get(rank) is False
 
     def basis(self, rank: int, other: str) -> str:
-        """The strongest evidence for a rank; ``other``: where it is not proved."""
+        """Basis of the strongest evidence that a rank is wrong; ``other``: the basis where it is not proved."""
         if self.golden.get(rank) is False:
             return GOLDEN
         return self.opinion if self.refereed.get(rank) is False else other
 
     def of_values(self, address: Address, values: Mapping[int, int], origin: bool) -> list[RankVerdict]:
-        """Rules on ranks that differ without a majority: by the golden trace, by the referee, then by the repeats."""
+        """Rulings on ranks that differ without a majority: by the golden trace, by the referee, then by the repeats."""
         failed = [rank for rank in values if self.is_proved(rank)]
         rest = {rank: value for rank, value in values.items() if rank not in failed}
         verified = {value for rank, value in rest.items() if self.golden.get(rank) or self.refereed.get(rank)}
@@ -241,7 +245,7 @@ class _Case:
         return rulings + self.by_replay(address, rest, origin)
 
     def by_replay(self, address: Address, values: Mapping[int, int], origin: bool) -> list[RankVerdict]:
-        """Names ranks that vary while others do not."""
+        """Rulings by the repeats alone: ranks that vary while others do not are named."""
         witnesses = {value for rank, value in values.items() if self.repeated(rank, values)}
         varied = [rank for rank in values if self.varied(rank, values)] if witnesses and origin else []
         rest = {rank: value for rank, value in values.items() if rank not in varied}
@@ -261,7 +265,7 @@ class _Case:
         return bool(found) and all(value == values[rank] for value in found)
 
     def rule(self, rank: int, address: Address, original: int, right: int | None, basis: str) -> RankVerdict:
-        """The ruling on a wrong rank; ``original`` is its value in the audit, ``right`` the right one or None."""
+        """Ruling on a wrong rank; ``original``: its value in the audit; ``right``: the right value, None: not known."""
         found = self.repeats.get(rank, ())
         known = [value for value in found if value is not None]
         complete = bool(found) and len(known) == len(found)
@@ -301,11 +305,12 @@ class Unrepeated:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Result of comparing a trace's forward results with their recomputation; differences in forward order.
+    """Comparison of a trace's forward results with their recomputation.
 
     Args:
-        compared: results that were computed twice.
-        alone: forward results without a recomputation.
+        compared: number of results that were computed twice.
+        alone: number of forward results without a recomputation.
+        unrepeated: results that differ, in forward order.
     """
 
     compared: int
@@ -322,7 +327,7 @@ def compare_recomputed(trace: Trace) -> Repeats:
 
 
 def origins(found: Mapping[int, Unrepeated], layout: ParallelDims) -> dict[int, Unrepeated]:
-    """Ranks with a difference that is not the consequence of another rank's.
+    """First differences, by global rank, that are not the consequence of another rank's.
 
     Ranks of a tensor group receive each other's results in the forward pass, and the right ones when it is recomputed.
     So of those that differ in the same micro-batch only the first is known to be wrong; all of them if they begin at
@@ -347,7 +352,7 @@ def pair_at(trace: Trace, address: Address) -> tuple[int, int] | None:
 
 
 def _both(trace: Trace) -> tuple[dict[Address, int], dict[Address, int]]:
-    """Forward and recomputed results, both by the address of the forward result."""
+    """Checksums of forward and of recomputed results, both by the address of the forward result."""
     pairs = list(zip(trace.addresses, trace.checksums, strict=True))
     forward = {address: value for address, value in pairs if address.phase == FORWARD}
     again = {replace(address, phase=FORWARD): value for address, value in pairs if address.phase == RECOMPUTE}
@@ -363,8 +368,8 @@ def judge_recomputed(
     values that differed. Persistent: all repeats show the same two values.
 
     Args:
-        found: where it first differed from itself.
-        again: checksums of the forward result and of its recomputation in each repeat; None: none.
+        found: the first result at which the rank differed from itself.
+        again: checksums of the forward result and of its recomputation in each repeat; None: no such result.
         earlier: whether the rank was wrong in an earlier event of the run.
     """
     known = [pair for pair in again if pair is not None]

@@ -32,15 +32,15 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace, execution_key
 
 Position = tuple[int, int]
-"""(pp_rank, tp_rank), the same in every replica."""
+"""Place of a rank in its replica: (pp_rank, tp_rank), the same in every replica."""
 
 
 @dataclass(frozen=True)
 class Flag:
     """A rank whose result differs from that of a strict majority.
 
-    ``address`` is that of its first such result, before which it recorded ``place`` results; ``expected`` and ``got``
-    are checksums, and the ranks ``against`` computed the expected one.
+    ``address`` is the address of its first such result, before which it recorded ``place`` results; ``expected`` and
+    ``got`` are checksums, and the ranks ``against`` computed the expected one.
     """
 
     rank: int
@@ -83,8 +83,8 @@ class Ballot:
 
     Args:
         flagged: ranks that are wrong relative to the majority, in execution order.
-        dispute: where the vote stopped, if it did; flags before it remain valid.
-        compared: results that were compared with those of another replica, over all ranks.
+        dispute: results at which the vote stopped, None: it did not; flags before them remain valid.
+        compared: number of results that were compared with those of another replica, over all ranks.
         missing: ranks whose results are missing, or are not those that the others recorded: inconclusive.
         left_out: positions that are not comparable.
     """
@@ -105,7 +105,7 @@ _FIELDS = operator.attrgetter("step", "micro_batch", "phase", "fqn", "slot")
 
 
 def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) -> set[Position]:
-    """Positions (pp_rank, tp_rank) whose replicas have equal ``keys``, which are by global rank."""
+    """Positions (pp_rank, tp_rank) whose replicas have equal keys; ``keys``: properties of each global rank."""
     positions: dict[Position, list[Mapping[str, Any]]] = {}
     for rank, key in enumerate(keys):
         place = dims.at(rank)
@@ -124,7 +124,7 @@ def vote(
     """Flag the ranks that differ from the majority of replicas.
 
     Args:
-        traces: by global rank, of one micro-batch that all replicas computed; None or absent: no evidence of that rank.
+        traces: traces by global rank, of one micro-batch that all replicas computed; None or absent: no evidence.
         comparable: positions where hardware and versions of all replicas are equal; others are not compared, and
             differences that may follow from them are disputed. None: all.
 
@@ -221,7 +221,7 @@ class _Position:
 
     @property
     def compared(self) -> int:
-        """Results, over all ranks, that at least one other replica has too."""
+        """Number of results, over all ranks, that at least one other replica has too."""
         second = sorted(self.ends)[-2] if len(self.ends) > 1 else 0
         return sum(min(end, second) for end in self.ends)
 

@@ -74,10 +74,10 @@ class SharedLaunch(Protocol):
     """Part of a rank in a launch of several whole runs, the replicas of a study.
 
     Attributes:
-        section: of the study.
+        section: the study's section of the configuration.
         world: place of this rank in the launch.
-        folder: of the launch.
-        store: of all ranks of the launch, once they have met.
+        folder: the launch's folder.
+        store: key-value store of all ranks of the launch; valid once they have met.
     """
 
     section: StudySection
@@ -86,7 +86,7 @@ class SharedLaunch(Protocol):
 
     @property
     def store(self) -> Any:
-        """See the class."""
+        """Key-value store of all ranks of the launch; valid once they have met."""
 
     def meet(self, section: ParallelSection, on_met: Callable[[], None]) -> None:
         """Join the process group of this rank's run, and connect to the ranks at the same place of the others.
@@ -95,7 +95,8 @@ class SharedLaunch(Protocol):
         """
 
     def agree_on_checkpoint(self, step: int) -> int | None:
-        """None if all runs have found a checkpoint of the same step (0: none); else the earliest, to search again from.
+        """Compare the step of the checkpoint that each run has found, 0: none; returns None if all are equal, else the
+        earliest, from which each run searches again.
 
         Collective: the ranks of equal place in all runs.
         """
@@ -103,7 +104,7 @@ class SharedLaunch(Protocol):
 
 @dataclass(frozen=True)
 class Injection:
-    """Fault injection of a run, each None without: in tensors, in this rank's process, and delays with their report."""
+    """Fault injection of a run: faults in tensors, faults in this rank's process, and delays; None: not configured."""
 
     injector: Injector | None
     process_faults: ProcessFaults | None
@@ -112,17 +113,17 @@ class Injection:
 
 @dataclass(frozen=True)
 class Start:
-    """What hooks are built from: a run at the step from which it continues, still without hooks, and its services.
+    """Objects that hooks are built from: a run at the step from which it continues, without hooks, and its services.
 
     Attributes:
-        manifest: of the training data.
-        eval_loader: None without evaluation.
-        batches: keeps those of a step where a check may read them again; else None.
-        split: on rank 0 only.
-        locks: of the run's folders.
-        fence: of the folder of its checkpoints.
+        manifest: manifest of the training data.
+        eval_loader: loader of the evaluation data; None: the run does not evaluate.
+        batches: store of a step's micro-batches, for checks that read them again; None: no check does.
+        split: time of a step by part, on rank 0; None on other ranks.
+        locks: locks on the run's folders.
+        fence: fence of the folder of checkpoints, by this launch's token.
         remaining: the ranks that are left of the launch; None: all.
-        shared: None but in a study.
+        shared: this rank's part in the launch of a study; None: the run is not of a study.
     """
 
     config: RunConfig
@@ -147,7 +148,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Features:
-    """What an entry point adds to the core.
+    """Features that an entry point adds to the core.
 
     Attributes:
         build_hooks: makes the hooks of a run, in the order in which they are called. All ranks of the world call it.
@@ -175,9 +176,9 @@ def build_run(
 
     Args:
         clock: records the end of each part of the start.
-        signals: received by this rank since it started.
+        signals: stop signals received by this rank since it started.
         held: gets the folders that this rank locks; they are released when the run has ended.
-        features: what is added to the core.
+        features: features that are added to the core.
         world: place of this rank in a launch of several replicas; None without a study.
         remaining: the ranks that are left of the launch; None: all.
 
@@ -185,7 +186,7 @@ def build_run(
         The run with its hooks, at the step from which it continues.
 
     Raises:
-        MegasdcError: of the class for the error.
+        MegasdcError: the run cannot start; each cause has its own subclass.
 
     Collective: all ranks of the world.
     """
@@ -244,7 +245,7 @@ def build_run(
 
 @dataclass(frozen=True)
 class _Place:
-    """Configurations of this rank: ``config`` of its run, ``whole`` of the launch, which in a study is another one."""
+    """Configurations of this rank's run (``config``) and of the launch (``whole``), which differ in a study."""
 
     config: RunConfig
     whole: RunConfig
@@ -263,7 +264,7 @@ def _place(whole: RunConfig, world: ReplicaWorld | None, features: Features) -> 
 
 
 def _check_host(config: RunConfig, launch_size: int | None) -> tuple[BatchLayout, list[DataManifest]]:
-    """Check layout, data, memory and folders, and prepare this process; the manifests are of the training data."""
+    """Check layout, data, memory and folders, and prepare this process; returns the layout and the data's manifests."""
     sections = config.megasdc
     layout = check_layout(config, int(os.environ.get("WORLD_SIZE", "1")), launch_size)
     manifests = verify_section_data(sections.data)
@@ -318,7 +319,7 @@ def _count_start(folder: Path, rank: int) -> Origin:
 
 
 def _tell_start(events: EventLog, dims: ParallelDims, *, speaks: bool, remaining: SurvivingRanks | None) -> None:
-    """Write the events of a start; with ``speaks`` log untested versions, too."""
+    """Write the events of a start; where ``speaks``, untested versions are logged, too."""
     events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
     _tell_untested(events, speaks)
     if remaining is not None:
@@ -368,7 +369,7 @@ def _assemble(
     split: TimeSplit | None,
     remaining: SurvivingRanks | None,
 ) -> tuple[Run, StepBatches | None]:
-    """The run without its hooks, and the store of a step's batches where a check may read them again."""
+    """Make the run without its hooks, and the store of a step's micro-batches; None: no check reads them again."""
     sections = config.megasdc
     host_group = dist.new_group(backend="gloo") if torch.cuda.is_available() else dist.group.WORLD
     groups.set_all_timeouts(sections.parallel.timeout_s)
@@ -389,7 +390,7 @@ def _assemble(
 
 
 def _deal_from_here(run: Run) -> None:
-    """Where replicas take different numbers of micro-batches: begin with the first that this order of samples has."""
+    """Where replicas take different numbers of micro-batches, begin with the first that this order of samples has."""
     deal = run.engine.deal
     if deal is None:
         return
@@ -548,7 +549,7 @@ def _try_all(
     hold: Callable[[Path, Holder, Callable[[str], None], Collection[str]], RunLock | None],
     held: LockedFolders,
 ) -> tuple[list[RunLock], str]:
-    """Lock every folder; also the reason why not, as a text for all ranks, empty on success."""
+    """Lock every folder; returns the locks, and why a folder could not be locked as a text, empty on success."""
     locks = []
     ended = os.environ.get(ENDED_LAUNCHES_VARIABLE, "").split(",")
     try:

@@ -54,14 +54,14 @@ def pretrain(
     """Train as one rank of a run.
 
     Args:
-        config_path: the JSON file.
-        overrides: texts ``a.b.c=value``.
+        config_path: path of the JSON configuration.
+        overrides: changes of the configuration, as texts ``a.b.c=value``.
         allow_changed: paths ``a.b.c`` of fields that may differ from the checkpoint that the run resumes from.
         leave: ends the process with an exit code and an error, if a stop signal arrives while the rank is still
             starting and may be stuck; None: such a signal is only recorded.
-        on_end: is told how a training ended that has not failed: ``ALL_DONE``, or where and why it stopped before. Who
-            returns 0 without it was ended by something else.
-        features: returns what is added to the core; called once, when PyTorch may be imported.
+        on_end: called with how a training ended that has not failed: ``ALL_DONE``, or where and why it stopped before.
+            A process that exits with 0 and has not called it was ended by something else.
+        features: returns the features that are added to the core; called once, when PyTorch may be imported.
 
     Returns:
         The exit code, and the error behind it if there is one.
@@ -150,7 +150,7 @@ class _Start:
     """A start of training in this process.
 
     Args:
-        began_at: on the clock of ``time.monotonic``.
+        began_at: time of the start in seconds, on the clock of ``time.monotonic``.
         remaining: the ranks that are left of the launch; None: all.
     """
 
@@ -162,11 +162,11 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What all starts of training in this process have in common.
+    """Objects that all starts of training in this process share.
 
     Args:
         world: place of this rank in a launch of several replicas; None without a study.
-        library: lines of libraries.
+        library: log lines of libraries.
     """
 
     world: ReplicaWorld | None
@@ -204,7 +204,7 @@ def _train(
 
 
 def _train_from(start: _Start, rank: _Rank) -> SurvivingRanks | str:
-    """Train until the run ends: how; or until replicas are left out: the ranks that go on, this one among them."""
+    """Train until the run ends or leaves replicas out; returns how it ended, or the ranks that go on, with this one."""
     from megasdc.parallel import groups
     from megasdc.train.build import build_run
     from megasdc.train.isolation import IsolationError, leave_replicas_out
@@ -349,7 +349,7 @@ IMPORTED_LATER = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 @contextmanager
 def compiled_when_called() -> Iterator[None]:
-    """Inside, ``torch.compile`` of a function compiles it, with the same options, at its first call.
+    """Context in which ``torch.compile`` of a function compiles it, with the same options, at its first call.
 
     Megatron-core (0.16.1, ``core/jit.py``) so decorates every fused function on import, and DeepSpeed (0.19.8) its
     Muon, which it imports when it builds an optimizer of any kind (``zero/utils.py``). The first decoration imports

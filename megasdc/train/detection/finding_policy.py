@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 
 SEVERITY = ("warn", "repair", "isolate", "halt")
 STATE_TIERS = ("parameters", "copies", "copy", SETTINGS)
-"""Checks of the state at the start of a step, that is, of the step before."""
+"""Names of checks of the state at the start of a step, that is, of the step before."""
 SLICE_TIERS = ("reduction", "state", "update", "norm", "clipping")
-"""Checks that end when the optimizer has stepped."""
+"""Names of checks that end when the optimizer has stepped."""
 
 
 class FindingPolicy:
@@ -108,7 +108,7 @@ class FindingPolicy:
         """Find out which positions are comparable and whether the golden trace fits.
 
         Returns:
-            By name of the check, what is left of it where it cannot compare all that was asked for.
+            By name of the check, a text of what it still compares where it cannot compare all that was asked for.
 
         Collective: all ranks of the world.
         """
@@ -232,7 +232,7 @@ class FindingPolicy:
     def settle_kept(self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, *, repaired: bool) -> bool:
         """Name the ranks whose parameters, or place in the data, are wrong before they are saved, and act by policy.
 
-        Returns whether they are put right and are to be compared again; ``repaired``: they were already.
+        Returns whether they were repaired and must be compared again; ``repaired``: they were repaired once already.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
@@ -248,9 +248,10 @@ class FindingPolicy:
         return self._commit(engine.step_number, again)
 
     def _settle_parameters(self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, repaired: bool) -> bool:
-        """What ranks have otherwise than others, then what owners gave to all; whether the step is computed again.
+        """Rule on parameters that differ between ranks, then on those that differ from their owner's masters.
 
-        A rank whose own part changed after it was gathered is both, and is ruled on once.
+        Returns whether the step is computed again. A rank whose own part changed after it was gathered has both
+        findings, and is ruled on once.
         """
         again, step, named = False, engine.step_number, set[int | None]()
         if agreed.differing[PARAMETERS] or agreed.stages[COPIES]:
@@ -266,12 +267,12 @@ class FindingPolicy:
         return again
 
     def settle_slice(self, step: int, find: Callable[[Collection[int]], Finding]) -> bool:
-        """Act by policy on what was found in a slice of a shard; returns whether what was not reproduced is repaired.
+        """Act by policy on a finding in a slice of a shard; returns whether it was repaired.
 
-        ``find`` gets the ranks that were wrong in an earlier event of the run.
+        ``find`` returns the finding, from the ranks that were wrong in an earlier event of the run.
 
         Raises:
-            CorruptionError: on all ranks, where the policy is to halt, or to repair what was wrong again.
+            CorruptionError: on all ranks, where the policy is to halt, or to repair an error that was reproduced.
 
         Collective: all ranks of the world.
         """
@@ -325,9 +326,9 @@ class FindingPolicy:
     # --- what is done -------------------------------------------------------------------------------------------
 
     def _act(self, step: int, found: Finding, repaired: bool, *, in_step: bool = True) -> bool:
-        """Act by policy; returns whether the step is to be computed again, or what was found to be put right.
+        """Act on a finding by policy; returns whether it is repaired, by the caller or by computing the step again.
 
-        ``in_step``: computing the step again may repair it; else only what was not reproduced can be repaired.
+        ``in_step``: computing the step again may repair it; else only an error that was not reproduced can be repaired.
         """
         if not found.rulings:
             return False
@@ -368,7 +369,10 @@ class FindingPolicy:
         return action == "repair"
 
     def _commit(self, step: int, again: bool) -> bool:
-        """Record what policy ``warn`` accepts, unless it is redone: later checkpoints contain it on all replicas."""
+        """Record an error that policy ``warn`` accepts, unless the step is redone: later checkpoints contain the error.
+
+        Returns ``again``.
+        """
         since, self._accepted = self._accepted, None
         if since is None or again:
             return again
@@ -380,15 +384,15 @@ class FindingPolicy:
         return again
 
     def after_audit(self, run: Run, result: StepResult, *, extra: bool, recorded: bool) -> None:
-        """After an audited step was committed: if all replicas agreed, earlier checkpoints are verified.
+        """Mark earlier checkpoints as verified, if all replicas agreed in an audited step that was committed.
 
-        Checkpoints saved since a wrong state was committed are not, and none is where a position's replicas could not
-        be compared: missing evidence is no agreement. Nor is one by a step whose loss or gradient norm was not finite,
-        or that was skipped: replicas that agree on NaN have computed nothing that can be relied on.
+        Checkpoints saved since a wrong state was committed are not marked, and none is where a position's replicas
+        could not be compared: missing evidence is no agreement. Nor is one marked by a step whose loss or gradient norm
+        was not finite, or that was skipped: replicas that agree on NaN have computed nothing that can be relied on.
 
         Args:
-            extra: whether it was audited by an extra micro-batch.
-            recorded: whether all ranks have recorded results of it.
+            extra: whether the step was audited by an extra micro-batch.
+            recorded: whether all ranks have recorded results of the audit.
         """
         everywhere = self._dims.pipeline * self._dims.tensor
         unseen = self._comparable is not None and len(self._comparable) < everywhere
@@ -410,7 +414,7 @@ class FindingPolicy:
         self._incidents.verified(last, result.step)
 
     def after_save(self) -> None:
-        """A checkpoint is whole, which an audit may have agreed on before."""
+        """Mark a checkpoint that has become whole, where an audit has agreed on it already."""
         self._incidents.mark_saved()
 
     def state_dict(self) -> dict[str, Any]:
@@ -429,7 +433,7 @@ class FindingPolicy:
 
 
 def is_of_place(agreed: Agreed) -> bool:
-    """Whether ranks of a step agree that a place in the data is wrong, or differ in what they have followed."""
+    """Whether some rank's place in the data is wrong, or ranks differ in the places that they have followed."""
     return agreed.raised[PLACE] or not agreed.world[PLACES]
 
 
@@ -460,9 +464,9 @@ class Incidents:
         It calls no collective, so it may be called after an exception.
 
         Args:
-            step: in which corruption was found.
-            see: where people find more; None: the run folder.
-            any_rank: write it from every rank, since the rank that usually writes it may have gone.
+            step: step in which corruption was found.
+            see: path of the page where people read more; None: the run folder.
+            any_rank: write the mark from every rank, since the rank that usually writes it may have gone.
         """
         if self._place is None:
             return
@@ -474,7 +478,7 @@ class Incidents:
 
     @property
     def way_back(self) -> str:
-        """Where a run that is halted goes on, as a sentence without its full stop; by what this host holds."""
+        """Sentence, without its full stop, on the save from which a halted run goes on; from what this host holds."""
         if self._config.megasdc.checkpoint.require_verified == "never":
             return "The next start goes on from the newest save, since megasdc.checkpoint.require_verified is never"
         try:
@@ -523,7 +527,7 @@ class Incidents:
         return path
 
     def _alert(self, step: int, incident: Path) -> None:
-        """Alert of an incident; other ranks wait meanwhile, so that a launch does not end before it is sent."""
+        """Run the alert command for an incident; other ranks wait, so that a launch does not end before it is sent."""
         if problem := alert(self._config.megasdc.health.alert_command, incident, incident.read_text()):
             logger.warning("%s", problem)
             self._run.events.emit("health", "alert_failed", step=step, problem=problem)
@@ -540,7 +544,7 @@ class Incidents:
             mark_memory(memory_folder(self._run.events.origin.run), last)
 
     def mark_saved(self) -> None:
-        """Mark what is saved: a save beside training may be done after the audit that has agreed on it."""
+        """Mark saves that the last audit agreed on; also after each save, since one beside training may end later."""
         assert self._place is not None, "on_start comes first"
         if self._agreed is not None:
             skipped_checkpoint_steps, events = self._run.skipped_checkpoint_steps, self._run.events

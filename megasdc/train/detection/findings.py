@@ -48,19 +48,19 @@ Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step, None: the audited one; returns the records of the audit and of the check of
 recomputations."""
 PARAMETERS, AUDITED, PART = "parameters", "audited", "part of the norm"
-"""Names of values that replicas are to have alike, in the agreement of a step; besides ``settings.SETTINGS``."""
+"""Names of values that must be equal on all replicas, in the agreement of a step; besides ``settings.SETTINGS``."""
 COPIES = "copies"
-"""Name of the value that the ranks of a stage are to have alike."""
+"""Name of the value that must be equal on all ranks of a stage: the checksums of copied parameters."""
 REPEATS, MOVED, ROWS, TOKENS, PLACE = "repeats", "elsewhere", "rows", "tokens", "place"
-"""Names of flags of what a rank finds alone, of this step."""
+"""Names of flags of findings that a rank makes alone, of this step."""
 PLACES = "places"
-"""Name of the value of places in the data that all ranks are to have alike."""
+"""Name of the digest of places in the data, which must be equal on all ranks."""
 NORM, CLIPPING, STATE, COPY = "norm", "clipping", "state", "copy"
-"""Names of flags of what a rank finds alone, of the step before; the first two also of values of all ranks."""
+"""Names of flags of findings that a rank makes alone, of the step before; the first two also name values of all."""
 NO_RECORDS = "no records"
-"""Name of the flag of a rank that has no results of an audit."""
+"""Name of the flag of a rank that has recorded no result of an audit."""
 NOT_FINITE, LOSS = "not finite", "loss"
-"""Names of flags of what a rank has seen of NaN and Inf, in results and in its loss."""
+"""Names of flags of a rank that has NaN or Inf in results, and in its loss."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class Evidence:
     """Evidence of one rank in a step.
 
     Args:
-        parameters: checksums of its parameters before the step; empty where they were not read.
-        audited: results of the shared micro-batch; empty outside audits.
-        repeats: forward results against their recomputation.
-        moved: the shared micro-batch with elements in other places; None: it was not computed so.
-        rows: of a product; None: none was looked at.
-        given: micro-batches as the model was given them, against the file; None: none is compared.
-        settings: digest of those that the last step used.
-        copy: gathers parameters that are not the cast of their masters again, and rules on them, from the devices found
-            wrong before; None: that is not compared.
-        wrong_place: this rank's place in the data, where it does not follow.
-        places: digest of those of all replicas, as this rank has followed them.
+        parameters: checksums of the rank's parameters before the step; empty where they were not read.
+        audited: checksums of the audited micro-batch's results; empty outside audits.
+        repeats: comparison of forward results with their recomputation.
+        moved: results of the audited micro-batch with elements in other places; None: it was not computed so.
+        rows: check of rows of a product; None: no product was checked.
+        given: comparison of the model's micro-batches with the data file; None: not compared.
+        settings: digest of the settings that the last step used.
+        copy: gathers parameters that are not the cast of their masters again, and rules on them, from the ranks found
+            wrong before; None: not compared.
+        wrong_place: this rank's place in the data, where it is not the one that follows from the steps; None: it is.
+        places: digest of all replicas' places in the data, as this rank has followed them.
     """
 
     parameters: Trace
@@ -132,16 +132,16 @@ logger = logging.getLogger(__name__)
 
 EVENT_KIND = "sdc"
 RIGHT = 0
-"""Stands for the checksum of a right product, which nobody computes, and of a file that cannot be read."""
+"""Placeholder for the checksum of a right product, which nobody computes, and of a file that cannot be read."""
 ASKED = 8
-"""Most results that the referee computes in one step; each is a repeat of the micro-batch."""
+"""Largest number of results that the referee computes in one step; each is a repeat of the micro-batch."""
 
 
 class Findings:
     """Names the ranks behind a finding where that can be proved, in one method for each check.
 
-    ``repeats``: how often work is repeated; ``suspects``: devices found wrong before; ``referee``: judges results of
-    linear layers.
+    ``repeats``: number of repeats of the work; ``suspects``: devices found wrong before; ``referee``: judges results
+    that differ.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Findings:
         return Finding("rows", rows.micro_batch, *shown)
 
     def of_tokens(self, engine: TrainingEngine, given: Given, earlier: Collection[int]) -> Finding:
-        """Rule on micro-batches that the model was given otherwise than the file has them; each is read again anew.
+        """Rule on micro-batches of the model that differ from the data file; each is read from the file again.
 
         ``earlier``: ranks that were wrong in an earlier event of the run. Call in ``after_micro_batches``.
 
@@ -263,7 +263,7 @@ class Findings:
         return Finding("tokens", first_of_all, tuple(rulings), self._dims.world_size, merge_counts(counts))
 
     def _from_files(self, own: WrongTokens | None) -> list[WrongTokens | None]:
-        """What all ranks found in what they were given; raises on all of them what a file that is wrong ends with."""
+        """Wrong tokens of every rank, None: right; where a data file is wrong, its error is raised on all ranks."""
         every = gather_objects((socket.gethostname(), own), self._group)
         for rank, (host, one) in enumerate(every):
             if one is not None and one.ends_with is not None:
@@ -271,11 +271,11 @@ class Findings:
         return [one for _, one in every]
 
     def of_place(self, step: int, wrong: WrongPlace | None, places: int) -> Finding:
-        """Rule on places in the data that do not follow; without one, on ranks that followed others than most.
+        """Rule on ranks whose place in the data does not follow from the steps; else on ranks that disagree with most.
 
         Args:
-            wrong: this rank's; None: it follows.
-            places: digest of those that this rank has followed.
+            wrong: this rank's wrong place; None: its place follows from the steps.
+            places: digest of all replicas' places, as this rank has followed them.
         """
         found = gather_objects((wrong, places), self._group)
         rulings: list[RankVerdict] = []
@@ -305,7 +305,7 @@ class Findings:
     def of_parameters(self, engine: TrainingEngine, own: Trace) -> Finding:
         """Gather the parameters again from their owners' master shards; ranks whose parameters change were wrong.
 
-        Where all replicas had the same wrong one, its owner has given it to them, and none is named here. A wrong
+        Where all replicas had the same wrong parameter, its owner has given it to them, and none is named here. A wrong
         master shard is gathered by all ranks and is not detected here.
         """
         engine.optimizer.update_lp_params()
@@ -313,7 +313,7 @@ class Findings:
         now = self._parameters.take()
         every = gather_objects((own.checksums, now.checksums), self._group)
         alike: dict[int, list[bool]] = {}
-        """By position whether all replicas had the same, which then is their owner's: it gave it to all."""
+        """For each parameter at a position, whether all replicas had the same value, which then is its owner's."""
         for rank in range(self._dims.world_size):
             replicas = [one for other, (one, _) in enumerate(every) if self._first(other) == self._first(rank)]
             alike[self._first(rank)] = [len(set(values)) == 1 for values in zip(*replicas, strict=True)]
@@ -345,8 +345,8 @@ class Findings:
     def of_copies(self, engine: TrainingEngine, own: Trace) -> Finding:
         """Find tensor ranks whose copies of a parameter differ from the majority's, where there are three or more.
 
-        All replicas have the same wrong copy, so one of them made it in its update, and none can be named. All are
-        gathered again, which repairs one that became wrong after the update.
+        All replicas have the same wrong copy, so one of them made it in its update, and none can be named. All copies
+        are gathered again, which repairs a copy that became wrong after the update.
         """
         engine.optimizer.update_lp_params()
         copies = self._parameters.copies(own)

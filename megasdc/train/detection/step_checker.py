@@ -87,9 +87,9 @@ class PermutedReplay:
     """Repeats micro-batches with the elements of all operations in other places.
 
     Args:
-        run: whose ranks take part, and whose events tell what was tried.
-        tracer: records what replays of a stage compute.
-        clock: measures what those take.
+        run: the run whose ranks take part, and whose event log tells which operations were tried.
+        tracer: records results of a stage's replays.
+        clock: measures the time of those replays.
     """
 
     def __init__(self, run: Run, tracer: Tracer, clock: AbstractContextManager[None]) -> None:
@@ -97,9 +97,9 @@ class PermutedReplay:
         self._tracer, self._clock = tracer, clock
 
     def begin(self, engine: TrainingEngine) -> None:
-        """A step that is audited begins: have its stages replay the micro-batch, where it is known what can be moved.
+        """Begin an audited step: its stages replay the micro-batch, if it is known which operations can be moved.
 
-        What they compute comes to ``listen``.
+        Results of the replay come to ``listen``.
         """
         if self._places.without is not None:
             engine.replay = StageReplay(0, self._moving)
@@ -110,14 +110,14 @@ class PermutedReplay:
             yield
 
     def listen(self, address: Address, result: Tensor) -> None:
-        """A listener of replays."""
+        """Listener that records results of replays."""
         with self._clock:
             self._tracer(address, result)
 
     def take(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
-        """The trace of the audited micro-batch with elements in other places; without a fault that of the audit.
+        """Trace of the audited micro-batch with elements in other places; without a fault it is equal to the audit's.
 
-        It was computed in the step, or is now.
+        The micro-batch was replayed in the step, or is computed now.
 
         Collective: all ranks of the world.
         """
@@ -127,14 +127,14 @@ class PermutedReplay:
         return self._tracer.take()
 
     def replay(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
-        """Compute the micro-batch so once more, after all others.
+        """Compute the audited micro-batch once more with elements in other places, after all others.
 
         Collective: all ranks of the world.
         """
         return self._places.compute(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])
 
     def learn(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> bool:
-        """Try the micro-batch's operations again, after all others; whether more of them are not moved from now on.
+        """Try the micro-batch's operations again, after all others; returns whether more of them are no longer moved.
 
         Collective: all ranks of the world.
         """
@@ -158,8 +158,8 @@ class CheckSettings:
 
     Args:
         recomputes: whether activations are recomputed.
-        save_interval: steps, 0 for no checkpoints.
-        checkable: what bounds leave to be checked of gradients.
+        save_interval: number of steps between checkpoints; 0: none are saved.
+        checkable: parts of the optimizer's step that can be checked where gradients are bounded.
     """
 
     audit: AuditSection
@@ -186,21 +186,21 @@ class StepChecker(Hook):
     """Checks each step as configured, and has findings settled before the step is committed.
 
     Args:
-        settings: what is checked, and when.
+        settings: settings of the checks.
         batches: this replica's micro-batches.
         policy: settles findings.
-        signals: of this process; SIGUSR2 requests an audit.
-        budget: decides which steps look, and measures what that takes; its plan is reported at the start.
-        referee: is shown the results of audited micro-batches, where it asks for one.
+        signals: signals of this process; SIGUSR2 requests an audit.
+        budget: decides which steps are looked at, and measures the time of that; its plan is reported at the start.
+        referee: receives the results of audited micro-batches that it asks for.
 
     Attributes:
-        slices: the hook that checks slices of the optimizer; None: there is none.
-        chain: the hook that checks norm, clipping, state between steps and the copy; None: there is none.
-        rows: the hook that checks rows of products; None: there is none.
-        tokens: the hook that compares micro-batches with the file; None: nothing does.
-        place: compares this rank's place in the data with what follows; None: nothing does.
-        permuted: computes audited micro-batches with elements in other places; None: nothing does.
-        table: what is covered, as lines, with a cadence and with what is no longer exact, by phase, or left of a check.
+        slices: the hook that checks slices of the optimizer; None: not enabled.
+        chain: the hook that checks norm, clipping, state between steps and the copy of the masters; None: not enabled.
+        rows: the hook that checks rows of products; None: not enabled.
+        tokens: the hook that compares micro-batches with the data file; None: not enabled.
+        place: compares this rank's place in the data with the one that follows from the steps; None: not enabled.
+        permuted: computes audited micro-batches with elements in other places; None: not enabled.
+        table: returns the table of what is covered, as lines, from a cadence and the limits of checks by name.
     """
 
     saved_as = "Detection"
@@ -252,7 +252,7 @@ class StepChecker(Hook):
         self._requested = False
         self._auditing = self._is_void = False
         self._extra: Shared | None = None
-        """The micro-batch that is audited in this step, where it is none of the step's."""
+        """The extra micro-batch that is audited in this step; None: no audit, or of one of the step's micro-batches."""
         self._first_step: int | None = None
         self._covered: Collection[int] = ()
         self._parameters = parameters
@@ -278,9 +278,9 @@ class StepChecker(Hook):
         return self._requested or self._audit.is_due(step, self._save_interval)
 
     def _is_extra(self, step: int) -> bool:
-        """Whether the micro-batch that is audited in a step is none of the step's.
+        """Whether an audit of a step takes an extra micro-batch instead of one of the step's.
 
-        It never is where only the start asks for the audit, so that a resumed run has the bits of one that went on.
+        It always does where only the start asks for the audit, so that a resumed run has the bits of one that went on.
         """
         return self._audit.micro_batch == EXTRA or not self._is_asked(step)
 
@@ -305,19 +305,19 @@ class StepChecker(Hook):
         return self._finite_fqns if self.budget.looked_at(step) else ()
 
     def record_audited(self, address: Address, result: Tensor) -> None:
-        """A listener: records results of the shared micro-batch."""
+        """Listener that records results of the audited micro-batch."""
         if self._auditing:
             with self.budget.audits:
                 self._audited(address, result)
 
     def record_checked(self, address: Address, result: Tensor) -> None:
-        """A listener: records forward results and their recomputations."""
+        """Listener that records forward results and their recomputations."""
         if address.micro_batch in self._covered:
             with self.budget.looks:
                 self._checked(address, result)
 
     def record_finite(self, address: Address, result: Tensor) -> None:
-        """A listener: records whether results are finite."""
+        """Listener that records whether results are finite."""
         covered = address.micro_batch in self._covered and address.phase in FINITE_PHASES
         if covered and address.fqn in self._finite_fqns:
             with self.budget.looks:
@@ -370,7 +370,7 @@ class StepChecker(Hook):
                 self._parameters.start()
 
     def _begin_batches(self, run: Run, step: int) -> Shared | None:
-        """Begin to read a step's micro-batches; returns the one of them that all replicas share."""
+        """Begin to read a step's micro-batches; returns the one that all replicas share, None: each reads its own."""
         with self.budget.waits:
             audited = self._share(run, step) if self._auditing else None
         shared, self._extra = (None, audited) if self._is_extra(step) else (audited, None)
@@ -381,7 +381,7 @@ class StepChecker(Hook):
         return shared
 
     def _share(self, run: Run, step: int) -> Shared:
-        """The replica whose samples all replicas use, and their positions."""
+        """The replica whose samples all replicas use in an audit, and the positions of these samples."""
         dims = run.dims
         source = self._audit.source(step, dims.data)
         positions = torch.full((run.loader.micro_batch_size,), -1, dtype=torch.int64)
@@ -455,7 +455,7 @@ class StepChecker(Hook):
             repaired = True
 
     def _links(self) -> tuple[ChainFindings, Callable[[Collection[int]], Finding] | None]:
-        """What was found in the chain of the last step, and what rules on parameters that are not their masters'."""
+        """Findings in the last step's chain, and the function that rules on parameters that are not their masters'."""
         chain = self.chain
         if chain is None:
             return ChainFindings(), None
@@ -549,7 +549,7 @@ class StepChecker(Hook):
         They are empty on a replica that did not start it in this step.
 
         Args:
-            micro_batch: None: the one that is audited.
+            micro_batch: its number in the step; None: the audited one.
         """
         if micro_batch is None and self._extra is not None:
             self._compute_extra(engine, self._extra)
@@ -592,7 +592,7 @@ class StepChecker(Hook):
         self.budget.end(run)
 
     def after_save(self) -> None:
-        """A checkpoint is whole."""
+        """Mark a checkpoint that has become whole, where an audit has agreed on it already."""
         self._policy.after_save()
 
     def before_save(self, run: Run) -> None:
@@ -638,7 +638,7 @@ class StepChecker(Hook):
         self._policy.settings.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Findings so far."""
+        """Devices found wrong so far, and the first step whose checkpoint cannot be verified."""
         return self._policy.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -647,7 +647,7 @@ class StepChecker(Hook):
 
 
 def _recorders(run: Run, settings: CheckSettings) -> tuple[Tracer, Tracer, list[str]]:
-    """What records results of audits and of the check of recomputations, and which submodules the latter looks at."""
+    """Tracers of audits and of the check of recomputations, and fqns of the submodules checked in every step."""
     every, audit, algorithm = list_submodules(run.engine.module), settings.audit, settings.algorithm
     checked = [one.fqn for one in choose_submodules(every, settings.sdc.always_on.granularity, None)]
     audited = [one.fqn for one in choose_submodules(every, audit.granularity, None)] if audit.enabled else []
@@ -660,7 +660,7 @@ def _recorders(run: Run, settings: CheckSettings) -> tuple[Tracer, Tracer, list[
 
 
 def _audit_tracer(settings: CheckSettings, fqns: Collection[str]) -> Tracer:
-    """What records the results of the micro-batch that is audited."""
+    """Tracer of the results of the audited micro-batch."""
     section = TraceSection(phases=list(MICRO_BATCH_PHASES))
     return Tracer(settings.algorithm, section, fqns, micro_batches=(0, OF_AUDIT))
 
@@ -691,7 +691,7 @@ def build_referee(run: Run) -> Referee:
 
 
 def _modules_of(submodule: Submodule, all_of_them: Sequence[Submodule], loss: Any) -> tuple[Any, Any]:
-    """Where the calls of a submodule are seen; of one that is no module, those before and after it."""
+    """Modules whose calls begin and end a submodule; for one that is no module, the modules before and after it."""
     if submodule.kind == LOSS_KIND:
         return loss, None
     if submodule.kind not in BETWEEN:
@@ -714,9 +714,9 @@ def build_detection(
 
     Args:
         batches: this replica's micro-batches.
-        injector: injects faults into the golden workload; None: nothing does.
-        plan: what is covered.
-        writer: where rank 0 writes what the checks took; None: nowhere.
+        injector: injects faults into the golden workload; None: no faults are injected.
+        plan: plan of the checks, from which the table of what is covered is made.
+        writer: writer of metrics on rank 0, for the time of the checks; None: it is not written.
     """
     sections, dims = config.megasdc, run.dims
     algorithm = default_algorithm(run.engine.device)
@@ -765,7 +765,7 @@ def watches_of(detection: StepChecker) -> list[Watch]:
 
 
 def _of_audit(listener: Listener, address: Address, result: Tensor) -> None:
-    """Tell a listener that a result is of the audit's extra micro-batch, which the engine numbers as the first."""
+    """Call a listener with a result of the audit's extra micro-batch, which the engine numbers as the first."""
     listener(replace(address, micro_batch=OF_AUDIT), result)
 
 
@@ -776,7 +776,7 @@ def build_search(
 
     Args:
         section: checks of every step.
-        observation: provides the run's results.
+        observation: source of the results of the run's submodules.
     """
     if not (section.enabled and section.finite):
         return None
