@@ -1,14 +1,14 @@
-"""Files and folders of checkpoints: names, kinds, deletion, who may change or read them, and DeepSpeed's names.
+"""Files and folders of checkpoints: names, kinds, deletion, locks for writing and reading, and DeepSpeed's names.
 
-``Fence``: a launch that was frozen, or cut off, for so long that another one took its folder changes nothing there any
-more. The lock of a run folder ends such a launch at its next step (``megasdc.train.stop``). What a save
-does outside of steps, and in the moment in which a host wakes up, is kept out here: the record in the folder must still
-name this launch when a checkpoint gets its name, its marker, or the file ``latest``, and before old ones are deleted.
+``Fence``: a launch that was frozen or cut off so long that another launch took its folder must not change the folder
+any more. The lock of a run folder ends such a launch at its next step (``megasdc.train.stop``). The fence stops its
+saves, which also run outside of steps and while a host wakes up: the record in the folder must still name this launch
+when a checkpoint gets its name, its marker, or the file ``latest``, and before old checkpoints are deleted.
 
-``held_for_reading``: while its files are read a checkpoint is held, so that a run that keeps only its newest does not
-delete it meanwhile. The hold is a kernel's lock (flock) on the manifest, shared by readers; who deletes must get it
-alone. It ends with the process that has it. On a file system without flock nothing is held: a reader then finds that
-files are missing.
+``held_for_reading``: a checkpoint is locked while its files are read, so that a run that keeps only its newest does not
+delete it meanwhile. The lock is a kernel's lock (flock) on the manifest, shared by readers; deletion needs it
+exclusively. It ends with the process that has it. On a file system without flock nothing is locked: a reader then finds
+that files are missing.
 
 DeepSpeed's names are built and parsed here alone. Source: DeepSpeed 0.19.8, ``PipelineModule.ckpt_layer_path``,
 ``DeepSpeedEngine._get_ckpt_name`` and ``_get_zero_ckpt_name``, ``deepspeed/checkpoint/ds_to_universal.py``.
@@ -60,7 +60,7 @@ def step_folder(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """Step of a checkpoint by the name of its folder; None: it is not named so."""
+    """Step in the name of a checkpoint's folder; None: it is no such name."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
@@ -71,7 +71,7 @@ def rank_state_file(rank: int) -> str:
 
 
 def list_steps(folder: Path | str) -> list[int]:
-    """Steps that have a committed folder, in ascending order; complete or not. Empty if the folder does not exist."""
+    """Steps with a folder under a final name, complete or not, in ascending order; empty if ``folder`` is absent."""
     path = Path(folder)
     if not path.is_dir():
         return []
@@ -86,7 +86,7 @@ def list_replaced(folder: Path | str) -> list[int]:
 
 
 def hash_file(path: Path | str, progress: Callable[[int], None] | None = None) -> str:
-    """XXH3-128 of a file's bytes, as hexadecimal digits; ``progress`` gets the number of bytes of each piece read."""
+    """XXH3-128 of a file's bytes, hexadecimal; ``progress`` is called with the number of bytes of each piece read."""
     state = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_CHUNK_BYTES):
@@ -117,7 +117,7 @@ def delete_folder(folder: Path) -> None:
 
 
 def rename_to_delete(folder: Path) -> Path:
-    """Give a checkpoint that is to be deleted a name that is none of a checkpoint; returns its new path."""
+    """Rename a checkpoint so that it no longer counts as one, before its deletion; returns its new path."""
     aside = folder.with_name(f"{TEMPORARY_PREFIX}delete_{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(folder, aside)
@@ -125,7 +125,7 @@ def rename_to_delete(folder: Path) -> Path:
 
 
 def remove_leftovers(folder: Path | str) -> list[str]:
-    """Remove what killed saves left in a checkpoint folder, which need not exist; returns the actions, one line each.
+    """Remove files of killed saves from a checkpoint folder, which need not exist; returns the actions, one line each.
 
     A checkpoint that was moved aside for a newer one of the same step is restored if the newer one was not committed.
     """
@@ -159,7 +159,7 @@ ZEROS = "a folder of checkpoints of DeepSpeed"
 DCP = "a folder of torch.distributed.checkpoint"
 RUN = "a run folder"
 ONE_CHECKPOINT = "one checkpoint or one model"
-"""What is needed to compare or look at tensors."""
+"""Kind of folder that a comparison or a view of tensors needs; used in messages only."""
 
 
 def is_universal(folder: Path | str) -> bool:
@@ -203,7 +203,7 @@ _REMEDIES_FOR_UNIVERSAL = {
     CHECKPOINTS: "convert the newest in it with megasdc convert-checkpoint {path} --to universal",
     RUN: "convert the newest of its checkpoints with megasdc convert-checkpoint {path}/checkpoints --to universal",
 }
-"""Remedies where a universal checkpoint is needed."""
+"""Remedies by kind of folder where a universal checkpoint is needed."""
 _SIGNS: dict[str, Callable[[Path], Any]] = {
     UNIVERSAL: is_universal,
     INITIAL: is_initial_weights,
@@ -217,7 +217,7 @@ _SIGNS: dict[str, Callable[[Path], Any]] = {
     DCP: lambda path: any((path / name).exists() for name in (".metadata", "__0_0.distcp")),
     RUN: lambda path: (path / "checkpoints").is_dir() or (path / "resolved.json").is_file(),
 }
-"""Tests of each kind; the first that holds decides."""
+"""Test for each kind of folder; the first that holds decides."""
 
 
 def kind_of(path: Path | str) -> str | None:
@@ -240,7 +240,7 @@ def explain_folder(path: Path | str, needed: str) -> str | None:
 
 
 def _list_checkpoints(path: Path) -> list[Path]:
-    """Checkpoints in a folder of several or in that of a run, universal ones first, each sort in order."""
+    """Checkpoints in a folder of several or in a run folder: universal ones by name, then the others by step."""
     folders = (path, path / "checkpoints")
     found = [one for folder in folders for one in list_universal(folder)]
     return found + [folder / step_folder(step) for folder in folders for step in list_steps(folder)]
@@ -264,18 +264,18 @@ class Fence:
     """The claim of a launch on a folder.
 
     Args:
-        folder: that is locked, with the checkpoints in it.
-        token: of the launch, in the record of its lock.
+        folder: the locked folder, which holds the checkpoints.
+        token: token of the launch, as in the record of its lock.
     """
 
     folder: Path
     token: str
 
     def check(self) -> None:
-        """Let go on only the launch that holds the folder; a record that cannot be read stops nobody.
+        """Check that this launch still holds the folder; a record that cannot be read counts as its own.
 
         Raises:
-            FencedError: another one has taken it.
+            FencedError: another launch has taken the folder.
         """
         holder = read_holder(self.folder)
         if holder is not None and holder.token != self.token:
@@ -284,9 +284,9 @@ class Fence:
 
 @contextlib.contextmanager
 def held_for_reading(folder: Path) -> Iterator[int]:
-    """Context in which a checkpoint is not deleted by its run; CheckpointError if it is being deleted, or not there.
+    """Context in which a checkpoint is not deleted by its run; CheckpointError if it is absent or being deleted.
 
-    Yields the descriptor that holds it: a process that inherits it holds it on.
+    Yields the file descriptor of the lock: a process that inherits it keeps the lock.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -301,7 +301,7 @@ def held_for_reading(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def held_alone(folder: Path) -> Iterator[bool]:
-    """Context in which nobody begins to read a checkpoint; yields whether nobody reads it now.
+    """Context with the exclusive lock of a checkpoint, if it is free; yields whether it was: nobody reads it then.
 
     OSError if its manifest cannot be opened for writing, which NFS needs for such a lock.
     """
@@ -313,7 +313,7 @@ def held_alone(folder: Path) -> Iterator[bool]:
 
 
 def delete_unheld(folder: Path) -> str | None:
-    """Delete a checkpoint that nobody reads; returns why it was not deleted, None: it was."""
+    """Delete a checkpoint unless it is being read; returns the reason why it was not deleted, None: it was."""
     try:
         with held_alone(folder) as free:
             aside = rename_to_delete(folder) if free else None
@@ -337,7 +337,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 SHARD_FILES = "*zero_pp_rank_*_optim_states.pt"
-"""Pattern of the files of optimizers."""
+"""Glob pattern of the files of optimizer shards."""
 PARAMETERS_FOLDER = "zero"
 """Folder of a universal checkpoint with a subfolder for each parameter."""
 UNIVERSAL_OPTIMIZER = f"{PARAMETERS_FOLDER}/optimizer_state.pt"
@@ -358,7 +358,7 @@ def layer_file(index: int, tp_rank: int) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The pipeline layer that a file belongs to; None: it is no layer's file."""
+    """Pipeline layer whose weights a file holds, by its name; None: it is no layer's file."""
     match = _LAYER.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -379,12 +379,12 @@ def shard_file(dp_rank: int, stage: int, prefix: str = "") -> str:
 
 
 def shard_files(dims: ParallelDims) -> list[str]:
-    """The names that the file of a rank's optimizer can have; the first is that of an fp32 run."""
+    """Names that the file of a rank's optimizer shard can have; the first is that of an fp32 run."""
     return [shard_file(dims.dp_rank, stage_number(dims), prefix) for prefix in _PREFIXES]
 
 
 def find_prefix(names: Iterable[str]) -> str:
-    """Prefix of the files of optimizers, such as ``bf16_``; empty if there are none."""
+    """Prefix of the files of optimizer shards among ``names``, such as ``bf16_``; empty if there are none."""
     return next((match[1] for name in names if (match := _SHARD.fullmatch(name))), "")
 
 
@@ -400,7 +400,7 @@ def parameter_of(name: str) -> tuple[str, str] | None:
 
 
 def kind_of_file(name: str | Path) -> FileKind | None:
-    """Kind of content of a file of DeepSpeed, by its name in the checkpoint; None: of another file."""
+    """Kind of content of a file of DeepSpeed, by its name in the checkpoint; None: it is no file of DeepSpeed."""
     text = str(name)
     if text.startswith(f"{PARAMETERS_FOLDER}/"):
         return "parameters"
@@ -413,15 +413,18 @@ _ALIGNMENT = 2
 
 
 def shard_elements(total: int, replicas: int) -> int:
-    """Elements of each rank's shard of a group, with padding; ``total``: elements of the group."""
+    """Number of elements of each rank's shard of a parameter group, padding included; ``total``: those of the group."""
     return -(-total // (_ALIGNMENT * replicas)) * _ALIGNMENT
 
 
 def shards_of(totals: Sequence[int], saved: int, now: int, dp_rank: int) -> set[int]:
-    """Numbers of the shards, of ``saved`` replicas, in which a replica of ``now`` finds what it owns; at least one.
+    """Numbers of the saved shards that hold the elements of a replica's new shard; at least one.
 
     Args:
-        totals: elements of each group of a stage's optimizer on one tensor rank.
+        totals: number of elements of each parameter group of a stage's optimizer on one tensor rank.
+        saved: number of replicas that saved.
+        now: number of replicas that load.
+        dp_rank: the replica that loads.
     """
     found = set()
     for total in totals:

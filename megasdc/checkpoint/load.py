@@ -7,9 +7,9 @@ opened once as a test; the ranks agree; only then is the engine changed, and the
 A universal checkpoint is treated alike. DeepSpeed's load of one (0.19) ends with a collective, which a rank that failed
 would never reach while the others wait; so that part is deferred until all ranks have reported success.
 
-Of a checkpoint of another layout each rank reads the parts of the states that it owns (``load_states``). Nothing is
-converted and nothing written. Weights are those of the masters, as DeepSpeed's load of a universal checkpoint has them;
-what it takes over besides is taken over here: moments, steps and settings of the optimizer's groups, loss scale,
+From a checkpoint of another layout each rank reads the parts of the states that it owns (``load_states``). Nothing is
+converted and nothing written. Weights are copied from the master weights, as in DeepSpeed's load of a universal
+checkpoint, and the same other states are restored: moments, steps and settings of the optimizer's groups, loss scale,
 learning rate schedule and counters (DeepSpeed 0.19.8, ``DeepSpeedEngine._load_checkpoint`` and
 ``load_hp_checkpoint_state_from_checkpoint_dir``).
 """
@@ -55,7 +55,7 @@ from megasdc.parallel.dims import ParallelDims
 
 
 class LoadedInPartError(CheckpointError):
-    """An engine was changed by a checkpoint that it could not load to its end."""
+    """An engine was changed by a checkpoint that could not be loaded completely."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +77,15 @@ def load_checkpoint(
 
     Args:
         engine: the PipelineEngine.
-        chosen: what ``find_checkpoint`` returned.
-        check: called with ``shared_state`` before anything else is compared; raises CheckpointError to refuse it.
+        chosen: result of ``find_checkpoint``.
+        dims: this rank's position in the layout.
+        check: function called with ``shared_state`` before anything else is compared; it raises a CheckpointError to
+            refuse the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is of another layout, model, data type or optimizer, or a file cannot be loaded;
             on all ranks, and before any parameter was changed.
-        LoadedInPartError: DeepSpeed failed to load what all these comparisons have found right; on all ranks.
+        LoadedInPartError: DeepSpeed failed to load a checkpoint that had passed all checks; on all ranks.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -117,7 +119,7 @@ def load_checkpoint(
 
 
 def expected_files(engine: Any, folder: Path, rank: int) -> dict[str, dict[str, str] | None]:
-    """Files that a rank of this engine opens; for a layer's file data type and shape of each tensor, else None."""
+    """Files that a rank of this engine opens; a layer's file with data type and shape of each tensor, others None."""
     module = engine.module
     files: dict[str, dict[str, str] | None] = {
         Path(engine._get_ckpt_name(str(folder), ".")).name: None,
@@ -189,13 +191,13 @@ class CheckedCheckpointEngine:
 def load_engine(engine: Any, folder: Path, steps: int | None) -> tuple[RankProblem | None, dict[str, Any]]:
     """Let DeepSpeed load a folder into a PipelineEngine, each file checked against the allow-list first.
 
-    Returns this rank's problem, None if there is none, and the client state; raises nothing: the ranks must agree. The
-    engine must have taken ``steps`` steps afterwards.
+    Returns this rank's problem, None if there is none, and the client state; raises nothing: the ranks must agree.
+    ``steps``: number of steps that the engine must have taken after the load; another one is a problem.
 
-    DeepSpeed (0.19.8) reads this rank's stage file alone, but wants as many as there are stages and tensor ranks in the
-    folder, where only those of a node may be; so it gets this rank's as often. It copies what it loads but for moments
-    on the CPU: ``Optimizer.load_state_dict`` moves tensors to another device, and keeps those that are there, which
-    must not stay those of a file.
+    DeepSpeed (0.19.8) reads only this rank's stage file, but expects one for each stage and tensor rank in the folder,
+    which may hold only those of a node; so this rank's name is given to it as often. It copies all that it loads except
+    moments on the CPU: ``Optimizer.load_state_dict`` keeps tensors that are on the right device, and these must not
+    stay mapped to the file.
     """
     problem: RankProblem | None = None
     client_state: dict[str, Any] = {}
@@ -235,8 +237,9 @@ class OpenUniversal:
     """A universal checkpoint that was verified.
 
     Attributes:
+        path: its folder.
         shared_state: the shared state of the checkpoint that it was made from.
-        place: which ranks share the folder.
+        place: the ranks that share the folder.
     """
 
     path: Path
@@ -249,8 +252,8 @@ def open_universal(folder: Path | str, ranks: CheckpointGroup, *, verify: bool =
     """Verify a universal checkpoint; the ranks that share the folder divide the files among them.
 
     Args:
-        folder: the universal checkpoint; with ``node_local`` storage each node needs a copy.
-        verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
+        folder: folder of the universal checkpoint; with ``node_local`` storage each node needs a copy.
+        verify: whether checksums are compared; otherwise only the list of files, their sizes and their pickles.
 
     Raises:
         CheckpointError: a file is missing, changed or refused; on all ranks.
@@ -391,13 +394,15 @@ def load_states(engine: Any, path: Path, manifest: Manifest, precision: str, pla
     """Load weights, moments, learning rate schedule and counters into an engine of the same model.
 
     Args:
-        path: folder of the checkpoint, with the files at least that this rank reads (``formats.shard_sizes``).
-        precision: of the run that saved it.
+        path: folder of the checkpoint, with at least the files that this rank reads (``formats.shard_sizes``).
+        manifest: the checkpoint's manifest.
+        precision: precision of the run that saved it: ``fp32``, ``bf16`` or ``fp16``.
+        place: the ranks that load together.
 
     Raises:
         CheckpointError: it is of another model, optimizer or an incompatible precision, or cannot be read; on all
             ranks, and before anything was changed.
-        LoadedInPartError: it could be read in part alone; on all ranks.
+        LoadedInPartError: only part of it could be read; on all ranks.
 
     Collective: all ranks of the world.
     Sync: waits for the device.
@@ -460,7 +465,7 @@ def _fill(engine: Any, fragment: Fragment, states: States, manifest: Manifest, n
 
 
 def _read(copies: list[Copy], manifest: Manifest, engine: Any, fragment: Fragment, reader: ExtentReader) -> Tensor:
-    """A fragment's values of one state, [numel], fp32, on the host."""
+    """Values of a fragment in one state (master weight or moment), [numel], fp32, on the host."""
     dims, tensor = engine.dims, manifest.layout.tensor
     stages = len(copies) // (tensor if copies[0].split is Split.REPLICATED else 1)
     of_stage = copies[-len(copies) // stages :] if dims.is_last_stage else copies  # a tied one is in two stages
@@ -494,7 +499,7 @@ def _read_run(pieces: Sequence[Piece], start: int, out: Tensor, reader: ExtentRe
 
 
 def _restore_rest(engine: Any, path: Path, states: States) -> None:
-    """Restore what is no tensor of the model: steps, settings of groups, loss scale, schedule, counters."""
+    """Restore the states other than tensors of the model: steps, group settings, loss scale, schedule, counters."""
     optimizer = engine.optimizer
     saved = states.files.load(sorted(path.glob(SHARD_FILES))[0])["optimizer_state_dict"]
     base = saved["base_optimizer_state"]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, the shared state in ``megasdc.json``, and digests of its files.
+"""A checkpoint's description of itself: ``manifest.json``, shared state in ``megasdc.json``, digests of its files.
 
 The manifest names every file with its size, checksum and writer. It includes its own checksum, so that a changed byte
 anywhere in the folder is found. With node-local storage each node has its own manifest; they share ``save_id``, which
@@ -6,8 +6,8 @@ is new for every save.
 
 A universal checkpoint holds unsharded tensors by name for a run of any layout: what DeepSpeed's ``ds_to_universal``
 wrote (``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``, ``zero/optimizer_state.pt`` and the files of the stages),
-the ``megasdc.json`` of the checkpoint that it was made from, and a manifest of its own, ``universal.json``: it is never
-taken for a checkpoint of a layout.
+the ``megasdc.json`` of the checkpoint that it was made from, and a manifest of its own, ``universal.json``, by which it
+is told from a checkpoint of a layout.
 
 ``Content`` of a file: digests by tensor and by block of a tensor, small enough to copy where the file cannot be; each
 byte is read once. A block is ``block_bytes`` of a tensor, counted from the tensor's start, so that the same tensor has
@@ -74,11 +74,11 @@ class TensorContent(Record):
     """One tensor in a file.
 
     Attributes:
-        name: its keys joined by slashes; empty: a whole file whose tensors are not known.
+        name: keys that lead to the tensor, joined by slashes; empty: a whole file whose tensors are not known.
         type: data type and shape, such as ``float32[64, 64]``; followed by ``strided`` if not contiguous.
-        offset: first byte in the file.
-        size_bytes: from its first to its last element.
-        blocks: XXH3-128 of each block (the last may be shorter), concatenated hexadecimal digits.
+        offset: position of the tensor's first byte in the file.
+        size_bytes: bytes from its first to its last element.
+        blocks: XXH3-128 of each block (the last may be shorter) in hexadecimal digits, concatenated.
     """
 
     name: str
@@ -94,16 +94,16 @@ class TensorContent(Record):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Its data type; None if it is not contiguous, or of a type that training does not write."""
+        """Data type; None if the tensor is not contiguous, or of a type that training does not write."""
         return None if self.type.endswith(" strided") else parse_type(self.type)[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the tensor."""
         return parse_type(self.type)[1]
 
     def block(self, number: int) -> str:
-        """Digest of one block, from 0."""
+        """Digest of one block; ``number`` counts from 0."""
         return self.blocks[number * DIGEST_DIGITS : (number + 1) * DIGEST_DIGITS]
 
 
@@ -111,11 +111,13 @@ class Content(Record):
     """Content of one file.
 
     Attributes:
-        tensors: in order of their offsets in the file.
+        block_bytes: bytes of a block of a tensor.
+        tensors: tensors of the file, in order of their offsets.
         values: counters and rates by name, as text.
         rest: XXH3-128 of all other values but the configuration and the global random generators; None: the file's
             format is not known, and its bytes are compared.
-        fragments: of an optimizer's shard, by group: offset and size of each parameter, such as ``128+64``.
+        fragments: for an optimizer's shard, one dict per parameter group: offset and size of each parameter in
+            elements, such as ``128+64``; for other files empty.
     """
 
     block_bytes: int = Field(ge=1)
@@ -133,9 +135,10 @@ class Content(Record):
 
 
 def parse_type(text: str) -> tuple[torch.dtype | None, tuple[int, ...]]:
-    """Parse the text of ``type_text``, else ValueError; data type None for one that only the file's format names.
+    """Data type and shape in a text of ``type_text``; ValueError if it is no such text.
 
-    For example ``I64 [2]``, with a space: a type of safetensors that training does not write.
+    The data type is None for one that only the file's format names, such as ``I64 [2]``, with a space: a type of
+    safetensors that training does not write.
     """
     match = _TYPE.fullmatch(text)
     dtype = getattr(torch, match[1], None) if match and not match[2] else None
@@ -151,7 +154,7 @@ def type_text(tensor: torch.Tensor) -> str:
 
 
 def type_of_bytes(count: int) -> str:
-    """The type text for a file of which only bytes are known."""
+    """Type text of a file that is only known as bytes, such as ``uint8[1024]``."""
     return f"uint8[{count}]"
 
 
@@ -193,6 +196,8 @@ class FileRecord(Record):
         xxh3_128: checksum of its bytes.
         rank: global rank that wrote it.
         tensors: for a layer's file, data type and shape of each tensor, such as ``float32[64, 64]``; else None.
+        size_bytes: size of the file.
+        node: name of the node of that rank.
         content: its tensors and their blocks; None: saved by a version that did not record them.
     """
 
@@ -221,16 +226,16 @@ class Layout(Record):
 
     @classmethod
     def of(cls, dims: ParallelDims) -> Layout:
-        """The layout that a rank's position is in."""
+        """The layout of a rank's position."""
         return cls(tensor=dims.tensor, pipeline=dims.pipeline, data=dims.data)
 
     @property
     def world_size(self) -> int:
-        """All ranks of it."""
+        """Number of ranks of the layout."""
         return self.tensor * self.pipeline * self.data
 
     def dims(self, rank: int) -> ParallelDims:
-        """The position of a rank in it."""
+        """Position of a rank in the layout."""
         return ParallelDims(self.tensor, self.pipeline, self.data, rank)
 
     def __str__(self) -> str:
@@ -238,14 +243,14 @@ class Layout(Record):
 
 
 class KnownState(Record):
-    """What is known of the values of a checkpoint without opening its files.
+    """Findings on the values of a checkpoint at its save, which need no opening of its files.
 
     Attributes:
         not_finite: names of the files, of all nodes, whose tensors (weights, masters, moments) held NaN or Inf when
-            they were saved; empty: none did; None: a version saved it that did not look.
-        finite_step: last step up to this one that the optimizer took with a finite loss and gradient norm, 0: none;
-            None: a version saved it that did not keep it.
-        wrong_place: what is wrong with its places in the data, a sentence; None: nothing was known to be.
+            they were saved; empty: none did; None: saved by a version that did not check.
+        finite_step: last step up to the checkpoint's with a finite loss and gradient norm; 0: none; None: saved by a
+            version that did not record it.
+        wrong_place: sentence on an error in the replicas' positions in the data; None: no error was known.
     """
 
     not_finite: list[Inside] | None = None
@@ -254,7 +259,7 @@ class KnownState(Record):
 
     @property
     def non_finite(self) -> str | None:
-        """The files whose tensors hold NaN or Inf, in a sentence; None: none is known to."""
+        """Sentence that names the files whose tensors hold NaN or Inf; None: no such file is known."""
         if not self.not_finite:
             return None
         more = f" and {len(self.not_finite) - 1} more files" if len(self.not_finite) > 1 else ""
@@ -262,7 +267,7 @@ class KnownState(Record):
 
     @property
     def problem(self) -> str | None:
-        """Why no run is to go on from it, in a sentence; None: nothing is known to be wrong."""
+        """Sentence on why no run should resume from it; None: no error is known."""
         return self.non_finite or self.wrong_place
 
 
@@ -270,17 +275,21 @@ class Manifest(KnownState):
     """Everything known about one checkpoint without opening its files.
 
     Attributes:
+        format_version: version of the manifest's format.
         state: always ``complete``, because a manifest is written last.
         step: optimizer step, first is 1.
-        save_id: common to all manifests of one save, unique to it.
-        time: when it was written, in seconds since the epoch.
+        save_id: identifier of the save, new for each save and common to the manifests of all nodes.
+        time: time of writing, in seconds since the epoch.
+        layout: layout of the run that saved.
+        world_size: number of ranks of the run that saved.
         storage: ``shared``: the folder holds all files; ``node_local``: only those of this node.
-        nodes: global ranks of each node.
+        nodes: global ranks of each node, by node name.
         node: the node whose files these are; None with shared storage.
-        engine: names of the optimizer classes and the number of steps taken, compared before loading.
-        files: in order of name.
-        quantized_moments_bits: the optimizer's moments were quantized in the archive, so that it does not continue its
-            run bit for bit; None: every bit is as it was saved.
+        engine: properties of the engine from ``describe_engine``, compared before loading.
+        versions: versions of the packages whose formats are in the checkpoint, by package.
+        files: one record a file, in order of name, without the manifest.
+        quantized_moments_bits: bits of an element of the optimizer's moments if the archive quantized them, so that the
+            checkpoint does not continue its run bit for bit; None: every bit is as it was saved.
     """
 
     format_version: int
@@ -323,7 +332,7 @@ class Manifest(KnownState):
 
 
 def check_once(files: Iterable[FileRecord]) -> None:
-    """Raise a ValueError if a file is listed twice."""
+    """Raise a ValueError if a file name is listed twice."""
     if twice := [name for name, count in Counter(record.name for record in files).items() if count > 1]:
         raise ValueError(f"{twice[0]} is there twice")
 
@@ -334,7 +343,8 @@ def describe_file(
     """Make the record of a file that this rank has written; the file is read once.
 
     Args:
-        name: path relative to it.
+        folder: the checkpoint's folder.
+        name: path of the file relative to the folder.
         tensors: see ``FileRecord``.
 
     Raises:
@@ -411,7 +421,7 @@ def has_marker(folder: Path, manifest: Manifest) -> bool:
 
 
 def read_complete(folder: Path | str) -> dict[int, Manifest]:
-    """Manifests of a folder's committed checkpoints by step, by their manifests and markers alone."""
+    """Manifests of a folder's complete checkpoints, by step; only manifests and markers are read."""
     found = {}
     for step in list_steps(folder):
         path = Path(folder) / step_folder(step)
@@ -429,8 +439,9 @@ def list_sound(known: Mapping[int, KnownState]) -> list[int]:
 def list_continued(known: Mapping[int, KnownState]) -> list[int]:
     """Steps of the sound checkpoints from which a finite step was taken, in ascending order.
 
-    Loss, gradient norm and update of that step were finite, the update since a finite checkpoint followed it: NaN in a
-    state stays there. What was saved since is finite too where all steps are skipped, but leads nowhere.
+    A later finite checkpoint shows that the update of that step was finite too, since NaN stays in a state once it is
+    there. Checkpoints saved after the last finite step may be finite because every step was skipped; a run that resumes
+    from one would skip its steps again.
     """
     sound = list_sound(known)
     reached = max((one.finite_step or 0 for one in known.values() if one.non_finite is None), default=0)
@@ -450,15 +461,15 @@ class UniversalManifest(Record):
 
     Attributes:
         step: optimizer step, first is 1.
-        conversion_id: unique to each conversion.
-        time: when it was written, in seconds since the epoch.
+        conversion_id: identifier of the conversion, new for each.
+        time: time of writing, in seconds since the epoch.
         source: folder name of the checkpoint that it was made from.
         source_save_id: that checkpoint's ``save_id``.
         source_layout: that checkpoint's layout.
-        precision: of the run that saved it.
+        precision: precision of the run that saved that checkpoint.
         engine: see ``Manifest``.
-        parameters: unsharded shape by name; all tensors are fp32.
-        files: in order of name, without the manifest.
+        parameters: unsharded shape of each parameter, by name; all tensors are fp32.
+        files: one record a file, in order of name, without the manifest.
         quantized_moments_bits: see ``Manifest``.
     """
 
@@ -548,10 +559,10 @@ def counters_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def uncounted_samples(state: dict[str, Any]) -> int:
-    """How many samples the places in the data of a shared state are past, beyond the samples that its steps counted.
+    """Number of samples that replicas have consumed beyond those that the steps of a shared state counted.
 
     Raises:
-        CheckpointError: it does not hold the places of all replicas, or something that is no such state.
+        CheckpointError: the state lacks the data positions of all replicas, or is malformed.
     """
     try:
         skip = [range(first, end) for first, end in state["config"]["megasdc"]["data"].get("skip", [])]
@@ -561,12 +572,12 @@ def uncounted_samples(state: dict[str, Any]) -> int:
 
 
 def find_wrong_place(state: dict[str, Any]) -> str | None:
-    """What is wrong with the places in the data that a shared state holds, as a sentence; None: nothing is known to be.
+    """Sentence on an error in the replicas' data positions in a shared state; None: no error is known.
 
-    Steps count what they take: whole batches, without micro-batches that were dropped, and one that replicas share
-    once. So their count, and the samples that were given up, say how far all replicas together are in the stream.
-    What cancels out between replicas is not seen here: checks of every step compare each of them before it is saved.
-    Nothing is known of a state that an earlier version saved, which does not say what was given up.
+    Steps count the samples that they use: whole batches, without dropped micro-batches, and a batch that replicas share
+    only once. So their count and the samples given up (``uncounted_samples``) determine the sum of all replicas'
+    positions in the stream. Errors that cancel out between replicas are not found here: checks of every step compare
+    each replica before a save. A state without ``uncounted_samples``, saved by an earlier version, cannot be checked.
     """
     if state.get("uncounted_samples") is None:
         return None
@@ -593,16 +604,16 @@ def model_of(state: dict[str, Any], folder: Path) -> ModelSection:
 
 PICKLED = (".pt", ".pth", ".bin")
 _NAMED = ("step", "lr", "global_steps", "global_samples", "skipped_steps", "last_batch_iteration", "tokens", "samples")
-"""Values that are kept by name, because a comparison should show them."""
+"""Keys of values that are kept by name, because a comparison should show them."""
 _OF_A_RUN = ("ds_config", "ds_version", "rng")
 """Keys that differ between runs of equal content: paths, a version, global generators that training does not use."""
 _unpickling = threading.Lock()
-"""torch's list of allowed classes is shared by all threads."""
+"""Lock around torch's list of allowed classes, which all threads share."""
 
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Offset of a tensor in a file: see ``TensorContent``."""
+    """Bytes of a file that hold a tensor; attributes as in ``TensorContent``."""
 
     name: str
     type: str
@@ -612,7 +623,7 @@ class TensorSpan:
 
 @dataclass
 class Structure:
-    """``Content`` without the blocks; ``problem``: why the file cannot be parsed though its bytes can be read."""
+    """``Content`` without the blocks; ``problem``: reason why the file cannot be parsed; None: it was."""
 
     spans: list[TensorSpan] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
@@ -735,7 +746,7 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class FileDigest:
-    """The digests of one file, its tensors and their blocks; ``problem``: why it cannot be parsed, None if it can."""
+    """Digests of one file, its tensors and their blocks; ``problem``: reason why it cannot be parsed; None: it was."""
 
     size_bytes: int
     xxh3_128: str
@@ -746,7 +757,12 @@ class FileDigest:
 def digest_file(
     path: Path, *, block_bytes: int = BLOCK_BYTES, progress: Callable[[int], None] | None = None
 ) -> FileDigest:
-    """Read a file once, from its first byte to its last; CheckpointError if it became shorter meanwhile."""
+    """Compute the digests of a file in one pass; CheckpointError if it became shorter meanwhile.
+
+    Args:
+        block_bytes: bytes of a block of a tensor.
+        progress: called with the number of bytes of each piece read.
+    """
     structure = read_structure(path)
     size = path.stat().st_size
     spans = sorted({(span.offset, span.offset + span.size_bytes) for span in structure.spans if span.size_bytes})

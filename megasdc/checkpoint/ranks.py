@@ -27,11 +27,11 @@ class CheckpointGroup:
     """The ranks that save, look for and load checkpoints together; all of them make each call.
 
     Attributes:
-        storage: whether all ranks see one folder, or the ranks of each node one.
-        group: group of all ranks, on the host; None means the default group.
-        events: log that rank 0 writes to; None: none.
-        node: name of this rank's node; None means the host's name.
-        fence: checked before a save changes its folder; None: nothing is.
+        storage: ``shared``: all ranks see one folder; ``node_local``: each node has a folder of its own.
+        group: process group of all ranks for values on the host; None: the default group.
+        events: event log of rank 0; None: no events are written.
+        node: name of this rank's node; None: the host's name.
+        fence: this launch's claim on the folder, checked before a save changes it; None: no check.
     """
 
     storage: Storage = "shared"
@@ -43,13 +43,15 @@ class CheckpointGroup:
 
 @dataclass(frozen=True)
 class FolderRanks:
-    """The checkpoint folder that a rank sees.
+    """The checkpoint folder that a rank sees, and the ranks that share it.
 
     Attributes:
-        nodes: global ranks of each node.
+        rank: this global rank.
+        node: name of this rank's node.
+        nodes: global ranks of each node, by node name.
         ranks: global ranks that see the same folder, ascending.
-        save_id: unique to each call of ``find_place``, the same on all ranks.
-        among: all ranks.
+        save_id: random identifier, new at each call of ``find_place`` and the same on all ranks.
+        among: all ranks that save and load together.
     """
 
     rank: int
@@ -60,7 +62,7 @@ class FolderRanks:
     among: CheckpointGroup = field(default_factory=CheckpointGroup)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank.
+        """The values of all ranks, [world size], in order of rank.
 
         Collective: all ranks.
         """
@@ -73,14 +75,14 @@ class FolderRanks:
 
     @property
     def leader(self) -> bool:
-        """Whether this rank writes what is written once per folder."""
+        """Whether this rank is the first of its folder, which writes the files that are written once per folder."""
         return self.rank == self.ranks[0]
 
     def lacks(self, then: Mapping[str, Sequence[int]]) -> list[str]:
-        """Hosts that run fewer ranks now than they did then: what is agreed on now says nothing of what they computed.
+        """Hosts that run fewer ranks now than at an earlier time; agreement now does not cover those ranks' results.
 
         Args:
-            then: ranks of each host.
+            then: ranks of each host at that time.
         """
         return sorted(name for name, ranks in then.items() if len(self.nodes.get(name, ())) < len(ranks))
 
@@ -118,8 +120,9 @@ class RankProblem:
     """An error on one rank.
 
     Args:
-        storage: the disk caused it, not the checkpoint.
-        no_room: it had no room, and may have some later.
+        text: message.
+        storage: whether the disk caused it, not the checkpoint.
+        no_room: whether the disk was full, which may pass.
     """
 
     text: str
@@ -128,7 +131,7 @@ class RankProblem:
 
 
 def describe_error(error: BaseException, doing: str) -> RankProblem:
-    """An exception as a problem to send to other ranks; ``doing``: what failed, such as ``write /data/x.pt``."""
+    """Problem to send to other ranks for an exception; ``doing``: failed action, such as ``write /data/x.pt``."""
     # torch's file writer reports a failed write as a RuntimeError of inline_container.cc, without an errno; one that
     # could not open its file says why.
     failed_write = isinstance(error, RuntimeError) and "inline_container" in str(error)
@@ -147,11 +150,12 @@ def raise_on_all_ranks(problem: RankProblem | None, place: FolderRanks, what: st
     """Raise on every rank if any rank has a problem.
 
     Args:
-        problem: this rank's; None means none.
-        what: start of the message.
+        problem: this rank's problem; None: it has none.
+        place: this rank's folder, with all ranks.
+        what: first words of the message.
 
     Raises:
-        StorageError: a storage problem on any rank; on all ranks. Its ``no_room`` is that of the first.
+        StorageError: a storage problem on any rank; on all ranks. ``no_room`` is that of the first problem.
         CheckpointError: any other problem; on all ranks.
 
     Collective: all ranks.

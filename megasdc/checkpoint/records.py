@@ -50,9 +50,14 @@ def write_record(path: Path, record: BaseModel) -> None:
 
 
 def read_record(path: Path, kind: type[R], version: int) -> R:
-    """Read and check a record of ``write_record``, whose class has a field ``format_version``, of this version.
+    """Read and check a record that ``write_record`` has written.
 
-    CheckpointError if it is missing, unreadable, changed since it was written, or of another version.
+    Args:
+        kind: class of the record, with a field ``format_version``.
+        version: value that the field must have.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, changed since it was written, or of another version.
     """
     try:
         return read_text(path, path.read_text(encoding="utf-8"), kind, version)
@@ -63,7 +68,7 @@ def read_record(path: Path, kind: type[R], version: int) -> R:
 
 
 def read_text(path: Path | str, text: str, kind: type[R], version: int) -> R:
-    """Parse and check a text of ``record_text``, whose class has a field ``format_version``; ``path`` is for messages.
+    """Parse and check a text of ``record_text``; arguments as in ``read_record``, ``path`` is for messages.
 
     CheckpointError if it is incomplete, changed since it was written, or of another version.
     """

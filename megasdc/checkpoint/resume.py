@@ -7,9 +7,9 @@ Every rank reads the manifest in the folder that it sees and checks a share of t
 that all ranks make the same choice. DeepSpeed itself would load some damaged checkpoints silently, and others on some
 ranks only.
 
-``quarantine`` moves aside checkpoints that a resume passed over and that are not of the run's past any more: they are
-not verified after corruption, or newer than the run goes back to. Left in place, a later resume or audit would take
-them for the run's own. They are kept for an investigation until someone deletes them.
+``quarantine`` moves aside checkpoints that a resume passed over and that are no longer part of the run's history: they
+are not verified after corruption, or newer than the step that the run returns to. Left in place, a later resume or
+audit would use them. They are kept for an investigation until someone deletes them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ _CANDIDATE = "it is a candidate: no audit has agreed after it"
 class SelectedCheckpoint:
     """The checkpoint to resume from, as this rank sees it.
 
-    ``skipped``: newer checkpoints by step, each with the reasons; ``candidates``: those of them that no later resume
-    may take either: not verified, where only verified ones counted (``verified_only``), or newer than asked for.
+    ``skipped``: reasons why each newer checkpoint was passed over, by step; ``candidates``: steps of those that no
+    later resume may use either: not verified where only verified ones counted (``verified_only``), or newer than the
+    limit (``newest``).
     """
 
     path: Path
@@ -79,9 +80,9 @@ class SelectedCheckpoint:
 
 
 class NoneUsableError(CheckpointError):
-    """There are checkpoints, and none of them can be used; attributes as of ``SelectedCheckpoint``.
+    """There are checkpoints, and none of them can be used; attributes as in ``SelectedCheckpoint``.
 
-    ``too_new``: all of them are newer than asked for.
+    ``too_new``: whether all of them are newer than the limit (``newest``).
     """
 
     def __init__(
@@ -113,12 +114,14 @@ def find_checkpoint(
     event with the reasons for each checkpoint passed over.
 
     Args:
-        dims: whose layout it must have; None: any, where the storage is shared.
-        verify: compare checksums; otherwise only the list of files, their sizes and their pickles.
-        resume: auto: None if there is no checkpoint; must: that is an error; never: a checkpoint is an error.
+        dims: position in the layout that the checkpoint must have; None: any layout, where the storage is shared.
+        verify: whether checksums are compared; otherwise only the list of files, their sizes and their pickles.
+        resume: what to do if there is no checkpoint (auto: return None; must: raise an error) or if there is one
+            (never: raise an error).
         require_verified: whether candidates are passed over; auto: if there is a corruption mark on any node.
-        at_most: newer ones are passed over, because another replica of the study lacks them; 0: all are; None: none.
-        newest: newer ones are passed over, and no later resume may take them; None: none.
+        at_most: last step that every replica of the study has; newer checkpoints are passed over. 0: all are; None:
+            none.
+        newest: last step that this and later resumes may use; newer checkpoints are passed over. None: no limit.
 
     Returns:
         The same choice on all ranks; None if there is no checkpoint at all.
@@ -178,7 +181,7 @@ def find_checkpoint(
 
 
 def too_new(newest: int) -> str:
-    """Why a step is passed over that is newer than asked for."""
+    """Reason for passing over a checkpoint that is newer than the limit."""
     return f"megasdc.checkpoint.resume_at_most is {newest}"
 
 
@@ -218,7 +221,7 @@ def _tell_corruption(found: _Found, require_verified: RequireVerified, place: Fo
 
 
 def _explain_none(path: Path, skipped: dict[int, list[str]], candidates: list[int], corruption: str | None) -> str:
-    """The message why no checkpoint can be used, and what to do."""
+    """Message that says why no checkpoint can be used, with the remedy."""
     reasons = "\n".join(f"  - step {step}: {'; '.join(problems)}" for step, problems in skipped.items())
     why = f"{corruption}, so that only verified ones count; " if corruption else ""
     remedy = "Restore one of them, or start in another folder."
@@ -232,9 +235,11 @@ def _explain_none(path: Path, skipped: dict[int, list[str]], candidates: list[in
 
 @dataclass(frozen=True)
 class _Found:
-    """Content of the checkpoint folders of all nodes: steps on any node, newest first; those marked on any.
+    """Content of the checkpoint folders of all nodes.
 
-    A mark is written only after all ranks agreed. ``corruption``: text of the first node's mark; None: no mark.
+    ``steps``: steps with a checkpoint on any node, newest first; ``verified``: steps marked as verified on any node (a
+    mark is written only after all ranks agreed); ``corruption``: text of the first node's corruption mark; None: no
+    mark.
     """
 
     steps: list[int]
@@ -243,7 +248,7 @@ class _Found:
 
 
 def _look_together(path: Path, place: FolderRanks, *, clean: bool = True) -> _Found:
-    """List the folders of all nodes; clean them first, or include what cleaning would restore."""
+    """List the checkpoints of all nodes, cleaned first; without ``clean`` also those that cleaning would restore."""
     cleaned: list[str] = []
     mine = _Found([], set(), None)
     problem: RankProblem | None = None
@@ -271,7 +276,7 @@ def _examine(
 ) -> tuple[Manifest | None, list[str]]:
     """Check a checkpoint with all ranks; return this rank's manifest and the problems of all ranks.
 
-    CheckpointError on all ranks if it is complete but of another layout than ``dims``; None: it may have any.
+    Raises a CheckpointError on all ranks if it is complete but of another layout than that of ``dims``; None: any.
     """
     manifest: Manifest | None = None
     try:
@@ -342,14 +347,14 @@ def quarantine(
     If the process dies in between, the mark is still there and the next resume finishes.
 
     Args:
-        chosen: what ``find_checkpoint`` returned and was loaded, or raised where the run goes on all the same; None:
-            there was no checkpoint.
+        chosen: result of ``find_checkpoint`` after it was loaded, or the error that it raised if the run goes on
+            nevertheless; None: there was no checkpoint.
 
     Returns:
         Steps that were moved, on any node.
 
     Raises:
-        StorageError: a folder cannot be renamed or the mark not removed; on all ranks.
+        StorageError: a folder cannot be renamed or the mark cannot be removed; on all ranks.
 
     Collective: all ranks of the world.
     """
@@ -401,7 +406,7 @@ def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
 def _tell_moved(
     path: Path, moved: dict[int, str], why: dict[int, list[str]], cleared: bool, place: FolderRanks
 ) -> None:
-    """Log and events of rank 0."""
+    """Log and emit, on rank 0, which checkpoints were moved and whether the corruption mark was removed."""
     for step, name in sorted(moved.items()):
         logger.warning("the checkpoint of step %d is now %s; delete it when you no longer need it", step, path / name)
         place.emit("move", "checkpoint", step=step, path=str(path / name), reason="; ".join(why[step]))

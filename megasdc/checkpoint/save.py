@@ -81,7 +81,7 @@ class SavedState:
 
     Attributes:
         shared_state: JSON-compatible values, the same on all ranks.
-        rank_state: plain values and tensors of this rank.
+        rank_state: this rank's own values and tensors, in plain containers.
         client_state: further top-level keys of DeepSpeed's file of each stage, the same on all ranks.
     """
 
@@ -91,12 +91,12 @@ class SavedState:
 
     @property
     def finite_step(self) -> int | None:
-        """Last step that was taken with a finite loss and gradient norm; None: not known."""
+        """Last optimizer step with a finite loss and gradient norm; None: not known."""
         return self.shared_state.get("finite_step")
 
     @property
     def wrong_place(self) -> str | None:
-        """What is wrong with the places in the data, a sentence; None: nothing is known to be."""
+        """Sentence on an error in the replicas' positions in the data; None: no error is known."""
         return find_wrong_place(self.shared_state)
 
 
@@ -105,11 +105,13 @@ class SaveResult:
     """Result of a save, the same on all ranks except for ``path``.
 
     Attributes:
-        size_bytes: written over all ranks.
-        duration_s: until the checkpoint was whole.
-        stalled_s: of these, seconds in which training stood still.
+        path: the checkpoint's folder, as this rank sees it.
+        step: optimizer step of the checkpoint.
+        size_bytes: bytes of the files of all ranks.
+        duration_s: seconds from the start of the save until the checkpoint was complete.
+        stalled_s: seconds of ``duration_s`` in which training stood still.
         deleted: steps whose checkpoints were deleted.
-        non_finite: files whose tensors hold NaN or Inf, in a sentence; None: the state is finite.
+        non_finite: sentence that names the files whose tensors hold NaN or Inf; None: the state is finite.
     """
 
     path: Path
@@ -136,7 +138,7 @@ def save_checkpoint(
         engine: the PipelineEngine.
         folder: the checkpoint folder; created if absent.
         step: optimizer step, first is 1. A checkpoint of the same step is replaced.
-        keep: which checkpoints are kept; None: all.
+        keep: rules by which older checkpoints are kept; None: all are kept.
 
     Raises:
         StorageError: a folder is not writable or a disk is full, on all ranks; earlier checkpoints are untouched.
@@ -173,18 +175,18 @@ def _delete_old(job: SaveJob, keep: Retention, verified: set[int]) -> tuple[list
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """Files of a save.
+    """Files that a save has written.
 
     Attributes:
-        records: in order of name.
-        not_finite: names of those whose tensors hold NaN or Inf.
+        records: one record a file, in order of name.
+        not_finite: names of the files whose tensors hold NaN or Inf.
     """
 
     records: list[FileRecord] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
 
     def gather(self, place: FolderRanks) -> WrittenFiles:
-        """Those of all ranks.
+        """The files that all ranks have written.
 
         Collective: all ranks.
         """
@@ -202,12 +204,12 @@ def finish_save(
     duration_s: float,
     stalled_s: float,
 ) -> SaveResult:
-    """Report a save that is done.
+    """Report a finished save in events and logs, and return its result.
 
     Args:
-        written: by all ranks.
+        written: the files of all ranks.
         deleted: on a leader, steps whose checkpoints it deleted.
-        failed: on a leader, lines about those that could not be.
+        failed: on a leader, one message for each checkpoint that it could not delete.
 
     Collective: all ranks of the world.
     """
@@ -252,7 +254,9 @@ class SaveJob:
 
     Attributes:
         folder: the checkpoint folder.
-        engine: what ``describe_engine`` says of it.
+        dims: this rank's position in the layout.
+        place: the ranks of the save, with those that share this rank's folder.
+        engine: properties of the engine, from ``describe_engine``.
         finite_step, wrong_place: see ``Manifest``.
     """
 
@@ -271,21 +275,21 @@ class SaveJob:
 
     @property
     def temporary(self) -> Path:
-        """Folder under the temporary name."""
+        """Path of the checkpoint's folder while it is written."""
         return self.folder / f"{TEMPORARY_PREFIX}{step_folder(self.step)}"
 
     @property
     def final(self) -> Path:
-        """Folder under its final name."""
+        """Path of the checkpoint's folder once it is complete."""
         return self.folder / step_folder(self.step)
 
     def check_fence(self) -> None:
-        """See ``Fence.check``."""
+        """Raise a FencedError if another launch has taken the folder."""
         if self.place.among.fence is not None:
             self.place.among.fence.check()
 
     def prepare(self) -> RankProblem | None:
-        """Create the folder under its temporary name; the leader calls it."""
+        """Create the folder under its temporary name, on a leader; returns the problem, if any."""
         try:
             self.check_fence()
             shutil.rmtree(self.temporary, ignore_errors=True)
@@ -295,7 +299,7 @@ class SaveJob:
         return None
 
     def manifest(self, written: WrittenFiles) -> Manifest:
-        """The manifest of the leader's folder; ``written``: by all ranks."""
+        """The manifest of the leader's folder; ``written``: the files of all ranks."""
         mine = set(self.place.ranks)
         return Manifest(
             format_version=FORMAT_VERSION,
@@ -325,7 +329,7 @@ class SaveJob:
         return {marked for steps in marks for marked in steps}
 
     def clean_up(self) -> None:
-        """Remove what a failed save has left in the leader's folder, unless it is another launch's by now."""
+        """Remove the files of a failed save from the leader's folder, unless another launch has taken it."""
         try:
             self.check_fence()
         except FencedError:
@@ -352,7 +356,7 @@ class SaveJob:
             raise
 
     def failure(self, *, saved: bool) -> str:
-        """How the message of a failure begins; ``saved``: the checkpoint is whole."""
+        """First words of the message of a failure; ``saved``: the checkpoint is complete."""
         if saved:
             return (
                 f"checkpoint of step {self.step} was saved, {self.final} is whole and a run resumes from it, but "
@@ -387,7 +391,7 @@ def _write(job: SaveJob, engine: Any, state: SavedState) -> WrittenFiles:
 
 
 def refuse_decoupled(engine: Any) -> None:
-    """CheckpointError where DeepSpeed is to write checkpoints in the background itself."""
+    """Raise a CheckpointError if DeepSpeed is configured to write checkpoints in the background itself."""
     if engine.checkpoint_engine.is_decoupled():
         raise CheckpointError(
             "DeepSpeed's key checkpoint.writer asks for files written in the background, but a checkpoint is "
@@ -437,7 +441,7 @@ def _attempt(job: SaveJob, action: Callable[[], None]) -> RankProblem | None:
 
 
 def describe_engine(engine: Any) -> dict[str, Any]:
-    """Properties that must be equal in the saving and the loading engine, and the number of steps."""
+    """Properties that the saving and the loading engine must share, and the number of steps taken."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return {
         "optimizer": type(engine.optimizer).__name__,
@@ -454,8 +458,8 @@ Writer = TypeVar("Writer")
 class RecordingWriter:
     """Replaces DeepSpeed's checkpoint engine during one save; ``problem`` is its first error.
 
-    ``written``: by path, data types and shapes for files of layers, None for other files; ``not_finite``: names of
-    those with NaN or Inf in a tensor.
+    ``written``: for each path written, data type and shape of each tensor of a layer's file, None for other files;
+    ``not_finite``: names of the files with NaN or Inf in a tensor.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -552,9 +556,10 @@ class Retention:
     """Rules by which checkpoints are kept.
 
     Attributes:
-        last: the newest, and of those without NaN, Inf and wrong place in the data the newest, the newest verified one,
-            and the newest from which a finite step was taken; 0: all.
-        every: those whose step is a multiple too; 0: none.
+        last: number of newest checkpoints to keep; 0: all. Besides them are kept: of the sound ones (no NaN, Inf or
+            wrong place in the data) the newest, the newest verified one, and the newest from which a finite step was
+            taken.
+        every: checkpoints whose step is a multiple of this number are kept too; 0: none.
     """
 
     last: int = 0
@@ -590,7 +595,7 @@ def list_due(folder: Path, newest: int, keep: Retention, verified: Collection[in
 
 
 def worth_keeping(known: Mapping[int, KnownState], verified: Collection[int] = ()) -> tuple[Collection[int], ...]:
-    """Steps of which the newest is never deleted: sound and verified, sound, sound and a finite step followed."""
+    """Steps in three lists, of each of which the newest is kept: sound and verified; sound; sound and continued."""
     sound = list_sound(known)
     return [step for step in sound if step in verified], sound, list_continued(known)
 

@@ -1,14 +1,14 @@
-"""Which checkpoints may be trusted: their files compared with the manifest, and the marks of audits and of corruption.
+"""Verification of checkpoints: their files compared with the manifest, and the marks of audits and of corruption.
 
 Files are checked without an engine, by the ranks that share a folder (``check_share``) or on this machine alone
 (``verify_checkpoint``).
 
-A checkpoint is a candidate until an audit of a later step agrees on all ranks, with finite loss and gradient norm; then
-it is verified, if its own state was found to be finite when it was saved, and its place in the data to follow from its
-steps: the ranks that saved it still computed the same. What was saved with a host that takes no part in the audit, or
-with fewer ranks, stays a candidate. The mark is a file in the checkpoint's folder with its ``save_id``, so that a new
-save of the same step is a candidate again. A run that ends because of corruption writes
-``corruption.json`` beside the checkpoints. Neither mark is a file of the checkpoint: the manifest does not name them.
+A checkpoint is a candidate until an audit of a later step agrees on all ranks, with finite loss and gradient norm; the
+ranks that saved it still computed the same then. It becomes verified if its own state was finite when it was saved, and
+its positions in the data follow from its steps. One that was saved with a host, or with ranks of a host, that take no
+part in the audit stays a candidate. The mark is a file in the checkpoint's folder with its ``save_id``, so that a new
+save of the same step is a candidate again. A run that ends because of corruption writes ``corruption.json`` beside the
+checkpoints. Neither mark is a file of the checkpoint: the manifest does not name them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HasFiles(Protocol):
 
     @property
     def files(self) -> list[FileRecord]:
-        """Its files."""
+        """One record for each file of the checkpoint."""
         ...
 
 
@@ -80,10 +80,15 @@ def check_file(
     checksums: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Compare one file with its record, and its pickle with the allow-list; the problems, each starting with its name.
+    """Compare one file with its record, and its pickle with the allow-list.
 
-    Without ``checksums`` only size and pickle are checked. ``manifest`` is searched for another file with the same
-    content; ``progress`` gets the bytes of each piece read.
+    Args:
+        manifest: manifest in which a file with the content that was read is searched, for the message.
+        checksums: whether the content is read; otherwise only size and pickle are checked.
+        progress: called with the number of bytes of each piece read.
+
+    Returns:
+        The problems, each starting with the file's name; empty if there are none.
     """
     path = folder / record.name
     try:
@@ -115,10 +120,7 @@ def check_share(
     checksums: bool,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """Check those of some files that fall to this rank when the ranks of a folder divide them by size.
-
-    See ``check_file``.
-    """
+    """Check this rank's share of some files, see ``share_of``; returns the problems as ``check_file``."""
     return [
         problem
         for record in share_of(files, place)
@@ -133,9 +135,9 @@ def share_of(files: Sequence[FileRecord], place: FolderRanks) -> list[FileRecord
 
 
 def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
-    """Problems: ``.pt`` files that the manifest does not name.
+    """Problems, one for each ``.pt`` file that the manifest does not name.
 
-    DeepSpeed finds files by pattern, so an extra one changes which it opens.
+    DeepSpeed finds files by pattern, so an extra file changes which ones it opens.
     """
     known = {record.name for record in manifest.files}
     return [
@@ -146,7 +148,7 @@ def find_unexpected(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def find_incomplete(manifest: Manifest) -> list[str]:
-    """Problems: files that ranks of this folder (all, or a node's) need and that the manifest does not name."""
+    """Problems, one for each file that a rank of this folder (all, or a node's) needs and the manifest lacks."""
     ranks = manifest.nodes.get(manifest.node, []) if manifest.node is not None else range(manifest.world_size)
     needed: dict[str, int] = {}
     for rank in ranks:
@@ -161,7 +163,7 @@ def find_incomplete(manifest: Manifest) -> list[str]:
 
 
 def needed_files(manifest: Manifest, rank: int) -> list[str]:
-    """Files that a rank of the layout that saved loads: of its stage, its shard, its own state, its layers."""
+    """Files that a rank of the saved layout loads: stage file, optimizer shard, own state, files of its layers."""
     dims, names = manifest.layout.dims(rank), manifest.by_name()
     shards = shard_files(dims)
     shard = next((name for name in shards if name in names), shards[0])
@@ -174,7 +176,7 @@ def needed_files(manifest: Manifest, rank: int) -> list[str]:
 
 
 def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]:
-    """Problems: ranks whose files are not among ``names``, those known here, with what to copy from which node."""
+    """Problems, one for each node whose files are not among ``names``, with the files to copy from it."""
     node_of = {rank: node for node, ranks in manifest.nodes.items() for rank in ranks}
     lacking: dict[str, list[str]] = {}
     for rank in range(manifest.world_size):
@@ -190,7 +192,7 @@ def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]
 
 
 def check_identity(folder: Path, manifest: Manifest) -> list[str]:
-    """Problems: the manifest is that of another folder."""
+    """Problem if the manifest is of another step than the folder; empty if there is none."""
     expected = f"step_{manifest.step:08d}"
     if folder.name != expected:
         return [f"manifest.json is of {expected}, the folder is {folder.name}: files of two checkpoints are mixed"]
@@ -198,7 +200,7 @@ def check_identity(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def deleted_while_read(folder: Path) -> str:
-    """The message for a checkpoint that no longer exists."""
+    """Message about a checkpoint that was deleted while it was read."""
     return (
         f"{folder} was deleted or replaced while it was read, as a run does that keeps only its newest checkpoints; "
         "name a newer one, or let the run keep more with megasdc.checkpoint.keep_last or keep_every"
@@ -228,10 +230,17 @@ CHECKED, NOT_ASKED = "checked", "not requested"
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """Result of the verification of one checkpoint; ``step`` is None if the manifest cannot be read.
+    """Result of the verification of one checkpoint.
 
-    ``standing``: whether an audit has verified it, None if no audits are in use; ``contents``: whether the files'
-    content was checked too: ``CHECKED``, ``NOT_ASKED``, or why not; ``non_finite``: see ``Manifest``.
+    Attributes:
+        path: the checkpoint's folder.
+        step: optimizer step; None if the manifest cannot be read.
+        problems: one sentence each.
+        num_files: number of files in the manifest.
+        size_bytes: bytes of these files.
+        standing: whether an audit has verified the checkpoint; None if no audits are in use.
+        contents: ``CHECKED`` if the tensors' values were checked too, ``NOT_ASKED``, or the reason why they were not.
+        non_finite: see ``Manifest``.
     """
 
     path: str
@@ -269,10 +278,10 @@ def find_folders(path: Path | str, *, universal: bool = False) -> list[Path]:
     """Checkpoints at a path: the path itself, or all in it, newest first.
 
     Args:
-        universal: include universal checkpoints, after the others.
+        universal: whether universal checkpoints are included, after the others.
 
     Raises:
-        CheckpointError: there is none; the message says what kind of folder it is.
+        CheckpointError: there is no checkpoint; the message names the kind of the folder.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -298,9 +307,9 @@ def verify_checkpoint(
     """Check every file of one checkpoint, universal or not: presence, size, checksum, pickle, completeness.
 
     Args:
-        checksums: read the files; otherwise only sizes and pickles.
-        progress: draw a bar on standard error where it is a terminal.
-        workers: threads that read; None: one per CPU, at most 8. Checksums are computed without the GIL.
+        checksums: whether the files are read; otherwise only sizes and pickles are checked.
+        progress: whether a bar is drawn on standard error where it is a terminal.
+        workers: number of threads that read; None: one per CPU, at most 8. Checksums are computed without the GIL.
 
     Returns:
         The report; a damaged checkpoint is not an exception.
@@ -342,11 +351,12 @@ def is_called_universal(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class ConvertibleCheckpoint:
-    """A checkpoint of which the files of all ranks are in one folder, to convert it.
+    """A checkpoint with the files of all ranks in one folder, the source of a conversion.
 
     Attributes:
-        manifest: of this node, or of shared storage.
-        records: all files by name, of all nodes whose manifests are in the folder.
+        path: the checkpoint's folder.
+        manifest: ``manifest.json``: with node-local storage that of one node.
+        records: records of all files by name, from all nodes' manifests in the folder.
     """
 
     path: Path
@@ -391,7 +401,11 @@ logger = logging.getLogger(__name__)
 
 
 class VerifiedMark(Record):
-    """Mark of a verified checkpoint: the later audit of ``audit_step`` agreed; ``time``: seconds since the epoch."""
+    """Mark of a verified checkpoint.
+
+    ``step``: step of the checkpoint; ``audit_step``: step of the later audit that agreed; ``time``: seconds since the
+    epoch.
+    """
 
     format_version: int
     save_id: str
@@ -403,7 +417,8 @@ class VerifiedMark(Record):
 class CorruptionMark(Record):
     """Mark of a run that ended because of corruption; kept until a resume from a verified checkpoint.
 
-    ``step``: where corruption was found; ``incident``: path of the report; ``time``: seconds since the epoch.
+    ``step``: step in which corruption was found; ``incident``: path of the incident report; ``time``: seconds since the
+    epoch.
     """
 
     format_version: int
@@ -419,7 +434,7 @@ class Standing:
     Attributes:
         verified: whether a later audit agreed.
         audit_step: step of that audit; None for a candidate.
-        problem: why its mark is not valid; None: valid, or no mark.
+        problem: reason why its mark is not valid; None: it is valid, or there is no mark.
     """
 
     verified: bool
@@ -452,7 +467,7 @@ def read_mark(folder: Path | str) -> VerifiedMark | None:
 
 
 def find_standing(folder: Path | str) -> Standing | None:
-    """Whether a checkpoint is verified; None: no audits are in use, no mark here or beside it, no corruption mark."""
+    """Standing of a checkpoint; None: no audits are in use: no checkpoint in its folder has a mark, nor the folder."""
     path = Path(folder)
     try:
         mark = read_mark(path)
@@ -491,13 +506,14 @@ def mark_verified(
 
     Args:
         up_to_step: last step whose state the audit used: the one before it.
-        place: of this rank, with the hosts that took part in the audit; the leader of each folder writes, the others do
-            nothing.
+        audit_step: step of the audit.
+        place: this rank's folder and the hosts that took part in the audit; the leader of each folder writes, the
+            others do nothing.
         skipped_checkpoint_steps: steps whose checkpoints the resume passed over; they are not part of this run's
-        history.
-        events: log of the rank that writes.
-        told: of each step, why its checkpoint stays a candidate, as it was told before and is not told again; kept up
-            to date here.
+            history.
+        events: event log of the rank that writes.
+        told: messages logged so far about checkpoints that stay candidates, by step, which are not logged again;
+            updated here.
 
     Returns:
         The steps marked by this call; empty on ranks that do not write.
@@ -551,12 +567,12 @@ def mark_verified(
 
 @dataclass(frozen=True)
 class WayBack:
-    """The checkpoint to go on from where the state of a run has become useless.
+    """The checkpoint to resume from after the state of a run has become useless.
 
     Attributes:
-        step: of the newest checkpoint that is finite and verified; where none is, of the newest finite one from which a
-            finite step was taken.
-        path: of its folder.
+        step: step of the newest checkpoint that is finite and verified; if there is none, of the newest finite one from
+            which a finite step was taken.
+        path: the checkpoint's folder.
         verified: whether an audit has agreed after it.
     """
 
@@ -585,7 +601,7 @@ def mark_corruption(folder: Path | str, step: int, incident: Path | str, place: 
         folder: the checkpoint folder; created if absent.
         step: optimizer step in which corruption was found.
         incident: path of the incident report.
-        place: of this rank; the leader of each folder writes, the others do nothing.
+        place: this rank's folder; the leader of each folder writes, the others do nothing.
 
     Raises:
         StorageError: the mark cannot be written.
