@@ -1,13 +1,14 @@
-"""Files and folders of a run that appear whole, and stay after a power cut; what is kept while there is no room.
+"""Durable writes: files and folders that appear whole and survive a power cut, and writes that wait for disk space.
 
-A file or folder is written under a temporary name, forced to the disk, and renamed. For a run's folder that has no room
-for a while there is one rule for all who write there. No room is a full file system, a quota that is used up, or a file
-system that has become read-only. What has no room is kept in the process that wrote it, and written as soon as there is
-room: lines by ``LineFile``, small files by ``write_when_room``. Who cannot go on without what it writes tries again
-each second, by ``wait_for_room``. Both end after ``limit_s`` without room: then the ranks of a run stop together
-(``megasdc.train.stop``), and others raise what the system has said. A process that is asked to end waits for ``END_S``
-more. Lines that do not fit into ``MAX_KEPT_BYTES`` are counted, and told of. Lines and small files, of which nobody
-needs to know at once that they are there, are kept likewise while a disk or its server fails (``may_pass``).
+A file or folder is written under a temporary name, forced to the disk, and renamed.
+
+All writers of a run's folder follow one rule while it has no room: a full file system, a quota that is used up, or a
+file system that has become read-only. Lines (``LineFile``) and small files (``write_when_room``) are kept in the memory
+of the process that writes them, and written as soon as there is room. A writer that needs its file to continue tries
+again each second (``wait_for_room``). Both end after ``limit_s`` without room: then the ranks of a run stop together
+(``megasdc.train.stop``), and others raise the system's error. A process that is asked to end waits for ``END_S`` more.
+Lines that do not fit into ``MAX_KEPT_BYTES`` are lost, counted and reported. Lines and small files, which nobody needs
+at once, are kept likewise while a disk or its server fails (``may_pass``).
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from typing import IO, Any, TypeVar
 from megasdc.common.errors import StorageError
 
 TEMPORARY_PREFIX = ".tmp_"
-"""How names begin that are not final yet; what a killed process leaves is found by it."""
+"""Prefix of names that are not final yet; files that a killed process has left are found by it."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced_"
-"""How the name of a folder begins that ``commit_folder`` has moved aside."""
+"""Prefix of the name of a folder that ``commit_folder`` has moved aside."""
 _NAME_CHARACTERS = 150  # a name may have 255 bytes
 _UNFINISHED = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+\.[0-9a-f]{{32}}", re.DOTALL)
-"""Names that ``replacing`` gives."""
+"""Pattern of the temporary names that ``replacing`` gives."""
 
 
 @contextmanager
 def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Yield a file to write, which takes a path's name at the end of the block; after an exception nothing has changed.
+    """Context with a file to write that replaces ``path`` at its end; after an exception nothing has changed.
 
     Content and name are on the disk afterwards. Readers see all of the old content or all of the new.
 
     Args:
-        path: of the file; its folder exists.
+        path: path of the file; its folder exists.
         mode: ``w`` for text in UTF-8, ``wb`` for bytes.
     """
     # Hosts may share the folder, threads may replace the same file, and whoever else may write there must not be able
@@ -70,11 +71,11 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def remove_unfinished(folder: Path, older_than_s: float) -> None:
-    """Remove files that ``replacing`` has left in a folder where its process was killed; what cannot be removed stays.
+    """Remove files that killed processes have left in a folder in the middle of ``replacing``; errors are ignored.
 
     Args:
-        folder: need not exist.
-        older_than_s: seconds since such a file was written last; younger ones may be written still, by any host.
+        folder: the folder, which need not exist.
+        older_than_s: least age in seconds since the last write; a younger file may still be being written, on any host.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -93,7 +94,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Value of a JSON text; ValueError where it is none, nested too deeply included, which ``json`` tells otherwise."""
+    """Value of a JSON text; ValueError if it is invalid or nested too deeply (``json``: RecursionError)."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -101,9 +102,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def append_bounded(path: Path, text: str, largest: int) -> None:
-    """Append whole lines to a file, whose older half goes first where it has more than ``largest`` bytes.
+    """Append whole lines to a file; if it has more than ``largest`` bytes, its older half is removed first.
 
-    A last line that was cut off, when a process was killed, gets its end.
+    An incomplete last line, left by a killed process, is ended first.
     """
     if path.exists() and path.stat().st_size > largest:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -132,10 +133,10 @@ def sync_path(path: Path | str) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename a file or a folder, and wait until its new name is on the disk and its old one gone.
+    """Rename a file or a folder, and wait until the new name is on the disk and the old one is gone.
 
     Raises:
-        OSError: as ``os.rename``; or the names did not reach the disk, then it is renamed here nevertheless.
+        OSError: the rename failed; or it was done, but may not have reached the disk.
     """
     os.rename(source, target)
     for folder in dict.fromkeys((target.parent, source.parent)):
@@ -145,8 +146,8 @@ def rename_durably(source: Path, target: Path) -> None:
 def commit_folder(temporary: Path, final: Path) -> None:
     """Rename a written folder to its final name.
 
-    An existing folder of that name is moved aside first, under ``REPLACED_PREFIX``, and deleted afterwards. Of an
-    existing link, only the link is replaced.
+    An existing folder of that name is moved aside first, under ``REPLACED_PREFIX``, and deleted afterwards. If it is a
+    link, only the link is replaced, not its target.
 
     Raises:
         OSError: the rename failed; all names are restored.
@@ -183,11 +184,11 @@ Say = Callable[[str], None]
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 FAILS = frozenset({errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT})
-"""What writing raises where a disk, or the server of a file system, fails, perhaps for a while."""
+"""Error numbers of a write while a disk, or the server of a file system, fails, perhaps for a while."""
 WAIT_S = 900.0
 """Default of ``megasdc.logging.wait_for_room_s``."""
 END_S = 10.0
-"""Seconds that a process waits where it has failed, or is asked to end: others wait for it."""
+"""Seconds that a process waits for room after it has failed or was asked to end, since others wait for it."""
 RETRY_S = 1.0
 MAX_KEPT_BYTES = 64 << 20
 PROBE_BYTES = 1 << 16
@@ -195,7 +196,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 def lacks_room(error: BaseException | None) -> bool:
-    """Whether an error says that there is no room, itself or by its cause."""
+    """Whether an error, or a cause of it, is that of a disk without room."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return True
@@ -204,15 +205,15 @@ def lacks_room(error: BaseException | None) -> bool:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether what is kept in memory can wait until an error has passed: no room, or a disk that fails."""
+    """Whether an error may pass, so that data can wait in memory: no room, or a disk that fails."""
     return isinstance(error, OSError) and error.errno in NO_ROOM | FAILS
 
 
 def probe(folder: Path | str) -> None:
-    """Write to a folder, and leave nothing there; one that does not exist is not looked at.
+    """Test whether a folder can be written, with a file that is removed; does nothing if the folder does not exist.
 
     Raises:
-        OSError: that is not possible.
+        OSError: the folder cannot be written.
     """
     with contextlib.suppress(FileNotFoundError), tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(PROBE_BYTES))
@@ -226,17 +227,19 @@ def print_on_stderr(text: str) -> None:
 
 
 class _Process:
-    """What this process has not written yet.
+    """Writes of this process that wait for room.
 
     Attributes:
-        limit_s: seconds that anything waits.
-        since: when what waits began to, on the monotonic clock.
-        files: that wait, whole, by path.
-        lines: all files of lines that are open.
-        lost: lines that were not kept.
-        hurries_since: when the first of several writes began that may not wait for long; None: there is room.
-        asked: tells whether it is asked to end.
-        asked_since: when that was first seen; None: it was not.
+        limit_s: seconds that a write waits at most.
+        since: time on the monotonic clock at which each waiting write began to wait, by path or name.
+        files: text of each small file that waits, by path.
+        lines: all open files of lines.
+        lost: number of lines that were neither written nor kept.
+        retry_at: time on the monotonic clock of the next attempt to write the waiting files.
+        hurries_since: start of the first of several writes that may wait only briefly (``at_most_s``), on the monotonic
+            clock; None: there is room.
+        asked: function that returns whether this process is asked to end.
+        asked_since: time on the monotonic clock at which that was first seen; None: it is not asked to end.
     """
 
     def __init__(self) -> None:
@@ -252,7 +255,7 @@ class _Process:
         self.lock = threading.RLock()
 
     def mark(self, what: Path | str, waits: bool) -> None:
-        """Note that something waits, or does not any more."""
+        """Record that a write waits, or no longer waits; ``what``: its path or name."""
         with self.lock:
             if waits:
                 self.since.setdefault(str(what), time.monotonic())
@@ -264,17 +267,17 @@ _process = _Process()
 
 
 def set_limit(limit_s: float) -> None:
-    """Set for how many seconds this process waits for room; 0: it does not wait."""
+    """Set the number of seconds that this process waits for room at most; 0: it does not wait."""
     _process.limit_s = limit_s
 
 
 def limit_s() -> float:
-    """Seconds that this process waits for room."""
+    """Number of seconds that this process waits for room at most."""
     return _process.limit_s
 
 
 def end_waits_when(asked: Callable[[], object]) -> None:
-    """Set what tells whether this process is asked to end: then it does not wait for long any more."""
+    """Set the function that returns whether this process is asked to end, so that waits end after ``END_S``."""
     _process.asked, _process.asked_since = asked, None
 
 
@@ -294,7 +297,7 @@ def _asked_for_s() -> float:
 
 
 def waiting_files() -> list[str]:
-    """What of this process has not been written yet."""
+    """Paths and names of this process's writes that wait for room, sorted."""
     return sorted(_process.since)
 
 
@@ -304,7 +307,7 @@ def lost_lines() -> int:
 
 
 def waiting_s() -> float:
-    """Seconds for which something of this process has waited for room, after another try; 0.0: nothing waits."""
+    """Seconds for which the oldest waiting write of this process has waited, after a retry; 0.0: nothing waits."""
     if not _process.since:
         return 0.0
     if time.monotonic() >= _process.retry_at:
@@ -313,10 +316,10 @@ def waiting_s() -> float:
 
 
 def retry() -> None:
-    """Try to write what waits.
+    """Try to write the lines and small files that wait.
 
     Raises:
-        OSError: there is room, and it cannot be written nevertheless.
+        OSError: one of them cannot be written for another reason than a lack of room or a disk that fails.
     """
     with _process.lock:
         _process.retry_at = time.monotonic() + RETRY_S
@@ -328,7 +331,7 @@ def retry() -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a small file, whose folder is made where it is absent.
+    """Replace a small file durably; its folder is created if absent.
 
     Raises:
         OSError: it cannot be written.
@@ -338,9 +341,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_when_room(path: Path, text: str) -> bool:
-    """Replace a small file, whose folder is made where it is absent; returns whether there was room.
+    """Replace a small file durably, now or once there is room; returns whether it was written now.
 
-    What had none, or met a disk that fails, is written later; of several writes of one file the last.
+    Without room, or while the disk fails, the text is kept and written later; of several writes of one file only the
+    last. Its folder is created if absent.
 
     Raises:
         OSError: it cannot be written for another reason.
@@ -360,7 +364,7 @@ def write_when_room(path: Path, text: str) -> bool:
 
 
 def _keep(path: Path, error: OSError) -> None:
-    """Note that what belongs into a file waits; a disk that fails, which its folder does not show, is said once."""
+    """Record that a file's content waits; a disk that fails is reported once, since its folder does not show it."""
     if error.errno in FAILS and str(path) not in _process.since:
         print_on_stderr(
             f"{path} cannot be written ({error.strerror}): what belongs there is kept in memory, and written once that "
@@ -377,20 +381,22 @@ def wait_for_room(
     at_most_s: float | None = None,
     passes: Callable[[BaseException], bool] = lacks_room,
 ) -> T:
-    """Do what writes, again each second while there is no room for it.
+    """Call a function that writes, and repeat it each second while there is no room.
 
     Args:
-        what: that is written, for messages; the time counts from when it first had no room in this process.
-        say: is told that it waits, and that it does not any more.
-        at_most_s: seconds, also of several writes in succession together; None: as long as the process waits.
-        passes: whether an error is waited for.
+        action: the function that writes.
+        what: path or name of the written file, for messages; waiting time counts from its first failure for lack of
+            room in this process.
+        say: function that gets one message at the start and one at the end of a wait.
+        at_most_s: seconds to wait at most, for several writes in succession together; None: ``limit_s``.
+        passes: function that returns whether an error may pass, so that it is waited for.
 
     Returns:
-        What ``action`` returns.
+        The result of ``action``.
 
     Raises:
-        OSError, MegasdcError: of ``action``: no room for too long, or it cannot be written for another reason.
-            For too long is also ``END_S`` after this process was asked to end.
+        OSError, MegasdcError: the error of ``action``, if it may not pass or the time is over: the limit, or
+            ``END_S`` after this process was asked to end.
     """
     limit, begins = _process.limit_s if at_most_s is None else min(at_most_s, _process.limit_s), True
     hurries_since = _process.hurries_since or time.monotonic()
@@ -421,7 +427,7 @@ def wait_for_room(
 
 
 def need_room(action: Callable[[], T], what: Path | str, say: Say = print_on_stderr) -> T:
-    """``wait_for_room``, where no room for too long is the end of what this process does.
+    """``wait_for_room`` for a write that this process cannot do without.
 
     Raises:
         StorageError: it cannot be written.
@@ -434,7 +440,7 @@ def need_room(action: Callable[[], T], what: Path | str, say: Say = print_on_std
 
 
 def finish(say: Say = print_on_stderr) -> None:
-    """Write the small files that wait, for ``END_S``; what then has no room is lost, which is said."""
+    """Try to write the small files that wait, for ``END_S``; those that still have no room are lost and reported."""
     end = (_process.hurries_since or time.monotonic()) + END_S
     while _process.files and time.monotonic() < end:
         retry()
@@ -446,14 +452,15 @@ def finish(say: Say = print_on_stderr) -> None:
 
 
 class RoomProbe:
-    """Looks every few seconds whether a folder has room.
+    """Periodic test of whether a folder has room.
 
     Args:
-        say: is told when it has none, and when it has some again.
-        every_s: seconds between looks.
+        folder: the folder.
+        say: function that gets a message when the folder has no room, and when it has room again.
+        every_s: least number of seconds between two tests.
 
     Attributes:
-        seen: whether it ever had none.
+        seen: whether the folder has ever had no room.
     """
 
     def __init__(self, folder: Path, say: Say, every_s: float = 5.0) -> None:
@@ -462,7 +469,7 @@ class RoomProbe:
         self.seen = False
 
     def look(self) -> bool:
-        """Whether it had room at the last look."""
+        """Whether the folder had room at the last test, which is repeated if it is older than ``every_s``."""
         now = time.monotonic()
         if now < self._look_at:
             return not self._since
@@ -482,10 +489,10 @@ class RoomProbe:
         return not problem
 
     def need(self) -> None:
-        """Look, where nothing can be done without room.
+        """Test the folder, for a process that can do nothing without room.
 
         Raises:
-            StorageError: it has had none for too long.
+            StorageError: the folder has had no room for ``limit_s``.
         """
         if not self.look() and (waited_s := time.monotonic() - self._since) >= _process.limit_s:
             raise StorageError(
@@ -496,17 +503,17 @@ class RoomProbe:
 
 
 class LineFile(io.TextIOBase):
-    """A file to which whole lines are appended; those that have no room are kept, and written before later ones.
+    """A file to which whole lines are appended; lines without room are kept in memory, and written before later ones.
 
     An incomplete last line, left by a killed process, is cut off first, so that the next line does not become part of
-    it. A folder that is absent is made.
+    it. Its folder is created if absent.
 
     Args:
-        path: of the file; created if absent.
-        binary: it holds records instead of lines, and is written anew.
+        path: path of the file; created if absent.
+        binary: whether it holds binary records instead of lines; the file is then written anew.
 
     Attributes:
-        lost: lines that were not kept, since too many were.
+        lost: number of lines that were dropped because ``MAX_KEPT_BYTES`` were waiting already.
         is_new: whether nothing was ever written to it.
 
     Raises:
@@ -537,7 +544,10 @@ class LineFile(io.TextIOBase):
         return len(text)
 
     def add(self, data: bytes, *, follows: bool = False) -> None:
-        """Append without writing yet; ``follows``: it cannot be read without all that came before."""
+        """Append to the buffer; ``follows``: the data are useless without those before, so drop them if some are lost.
+
+        ``flush`` writes the buffer.
+        """
         with _process.lock:
             is_too_much = str(self.path) in _process.since and len(self._kept) + len(data) > MAX_KEPT_BYTES
             if is_too_much or (follows and self.lost):
@@ -548,10 +558,10 @@ class LineFile(io.TextIOBase):
             self.is_new = False
 
     def flush(self) -> None:
-        """Write what there is, as far as there is room, and the disk does not fail.
+        """Write the buffer, as far as there is room and the disk does not fail.
 
         Raises:
-            OSError: it cannot be written for another reason; names the file.
+            OSError: it cannot be written for another reason; the error names the file.
         """
         try:
             self._write()
@@ -577,7 +587,10 @@ class LineFile(io.TextIOBase):
             _process.mark(self.path, waits=False)
 
     def _open_again(self) -> None:
-        """A descriptor of a disk that has failed may never work again; a part of a line that failed is cut off."""
+        """Open the file again, since a descriptor of a disk that has failed may never work again.
+
+        A part of a line whose write failed is cut off first.
+        """
         if not self._is_in_line:
             _cut_incomplete(self.path)
         number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -586,7 +599,7 @@ class LineFile(io.TextIOBase):
         self._has_failed = False
 
     def close(self) -> None:
-        """Write what is left, and close; what then has no room is lost, which is said."""
+        """Write the rest of the buffer, waiting for up to ``END_S``, and close; lines that are lost are reported."""
         if self.closed:
             return
         try:
@@ -603,7 +616,7 @@ class LineFile(io.TextIOBase):
             os.close(self._file)
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """File descriptor of the open file."""
         return self._file
 
 
@@ -624,7 +637,7 @@ def _cut_incomplete(path: Path) -> None:
 
 @contextlib.contextmanager
 def appended(path: Path) -> Iterator[LineFile]:
-    """A ``LineFile`` for a few lines."""
+    """Context with a ``LineFile`` for a few lines."""
     file = LineFile(path)
     try:
         yield file

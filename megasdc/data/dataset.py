@@ -82,9 +82,9 @@ class DocumentPart:
     """Consecutive tokens of a document in a sample.
 
     Args:
-        document: its number in the file of the split, the first is 0.
-        first_token: number in the document, the first is 0.
-        num_tokens: of the part.
+        document: number of the document in the file of the split, the first is 0.
+        first_token: position in the document of the part's first token, the first is 0.
+        num_tokens: number of tokens of the part.
     """
 
     document: int
@@ -101,7 +101,7 @@ class EpochConfig(GPTDatasetConfig):
 
 
 class EpochDataset(GPTDataset):
-    """One epoch; the index is Megatron's, its cache is ours."""
+    """Samples of one epoch; the index is Megatron's, its cache is ours."""
 
     def documents(self, index: int) -> list[DocumentPart]:
         """The parts of documents of sample ``index``, in order: its s tokens and the label of the last."""
@@ -184,10 +184,10 @@ def build_datasets(
         vocab_size: number of the model's token ids, padding included.
         num_train_samples: length of the training stream; the data are repeated as often as needed.
         num_eval_samples: length of the validation stream; 0: none is built.
-        cache_dir: folder of sample indices; None: in the folder of prepared data; they are not kept if it is read-only.
-        verify_checksums: compare every byte of all files, see `verify_prepared`.
-        manifests: what `verify_data` returned for this section; None: the data are checked here.
-        on_damage: called when a damaged sample index is rebuilt.
+        cache_dir: folder of sample indices; None: a folder in the prepared data. They are not kept if it is read-only.
+        verify_checksums: whether every byte of all files is compared, see `verify_prepared`.
+        manifests: result of `verify_section_data` for this section; None: the data are checked here.
+        on_damage: function called when a damaged sample index is rebuilt.
 
     Returns:
         Training and validation stream; valid on every rank. Both are blended by the same weights.
@@ -266,7 +266,7 @@ def verify_section_data(section: DataSection, checksums: bool = False) -> list[D
     """Check that the prepared data of a section are complete and compatible.
 
     Args:
-        checksums: compare every byte of all files, see `verify_prepared`.
+        checksums: whether every byte of all files is compared, see `verify_prepared`.
 
     Returns:
         The manifest of each of `section.folders`; their tokenizers are equal.
@@ -292,9 +292,9 @@ def _cache_of(folder: str, cache_dir: Path | str | None) -> Path:
 
 
 def _tokenizer_problems(section: DataSection, manifests: list[DataManifest]) -> list[str]:
-    """Problems: folders with another tokenizer than the first, or another one than the section names.
+    """Problems, one for each folder with another tokenizer than the first, or than the section names.
 
-    A section with only default values names none: the folders' own tokenizer is used.
+    A section with only default values names no tokenizer: that of the folders is used.
     """
     first, problems = manifests[0].tokenizer, []
     for folder, manifest in zip(section.folders[1:], manifests[1:], strict=True):
@@ -334,7 +334,7 @@ class TokenDataset(torch.utils.data.Dataset):
 
     Attributes:
         path: the ``.bin`` file, for messages.
-        identity: checksum of what determines the sample at a position: files, seed, sequence length, split.
+        identity: checksum of files, seed, sequence length and split, which determine the sample at a position.
     """
 
     def __init__(
@@ -390,7 +390,7 @@ class TokenDataset(torch.utils.data.Dataset):
 
     @property
     def num_distinct(self) -> int:
-        """Number of samples before the first repeats: one epoch."""
+        """Number of samples before the first is repeated: those of one epoch."""
         return self.samples_per_epoch
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -403,9 +403,9 @@ class TokenDataset(torch.utils.data.Dataset):
         return self._sample(self._epoch(epoch), index)
 
     def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sample at a position in [0, len) from the file, into fresh memory; as ``[position]`` returns it.
+        """The sample at a position in [0, len), read from the file into fresh memory; shapes as of ``[position]``.
 
-        Nothing is used that reading it before has mapped, checked or kept, but for the index of samples.
+        No memory map, verified block or cache of an earlier read is used, except the index of samples.
 
         Raises:
             DataError: a block of the file is damaged.
@@ -463,7 +463,7 @@ class TokenDataset(torch.utils.data.Dataset):
 
 
 WINDOW_SAMPLES = 1 << 20
-"""The index is built for a multiple of this many samples, at 10 bytes each."""
+"""Number of samples of which the index length is a multiple; each takes 10 bytes."""
 
 
 class OrderedSamples(Protocol):
@@ -474,7 +474,7 @@ class OrderedSamples(Protocol):
 
     @property
     def num_distinct(self) -> int:
-        """Number of samples from the beginning until the first repeats."""
+        """Number of samples before the first is repeated."""
         ...
 
     def extend(self, num_samples: int) -> None:
@@ -483,7 +483,7 @@ class OrderedSamples(Protocol):
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same from the file, into fresh memory."""
+        """The sample at a position, read from the file into fresh memory."""
         ...
 
 
@@ -492,12 +492,12 @@ class BlendedTokens(torch.utils.data.Dataset):
 
     Args:
         parts: the streams, each at least `num_samples` long.
-        weights: of each, above 0; only their ratios matter.
+        weights: weight of each stream, above 0; only their ratios matter.
 
     Attributes:
         path: the parts' ``.bin`` files, for messages.
-        identity: checksum of what determines the sample at a position: identities of the parts and weights.
-        weights: with sum 1.
+        identity: checksum of the parts' identities and weights, which determine the sample at a position.
+        weights: weights of the parts, with sum 1.
     """
 
     def __init__(
@@ -545,7 +545,7 @@ class BlendedTokens(torch.utils.data.Dataset):
 
     @property
     def num_distinct(self) -> int:
-        """Number of samples before the first repeats: until a part begins its next epoch."""
+        """Number of samples before the first is repeated, when a part begins its next epoch."""
         first = self._first_repeated()
         return self.num_samples if first is None else first
 
@@ -572,7 +572,7 @@ class BlendedTokens(torch.utils.data.Dataset):
         return self.parts[part][inner]
 
     def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The sample at a position in [0, len) from its part's file; see ``TokenDataset.read_again``."""
+        """The sample at a position in [0, len), read from its part's file; see ``TokenDataset.read_again``."""
         part, inner = self.locate(position)
         return self.parts[part].read_again(inner)
 
@@ -603,19 +603,27 @@ logger = logging.getLogger(__name__)
 
 CACHE_FOLDER = ".index_cache"
 CHECKSUMS_FILE = "checksums.json"
-"""XXH3-64 of each array's file, by name."""
+"""File with the XXH3-64 of each array's file, by name."""
 TOLD_S, POLL_S = 10.0, 0.05
-"""Until it is told that a lock is waited for, and between two looks at it."""
+"""Seconds of waiting for a lock until it is logged, and between two attempts to take it."""
 Arrays = tuple[np.ndarray, ...]
 
 
 def kept_index(
     folder: Path, names: Sequence[str], build: Callable[[], Arrays], on_damage: OnDamage = ignore_problem
 ) -> Arrays:
-    """The arrays of a cached index, memory-mapped; built and saved if missing or damaged. No collective.
+    """The arrays of a cached index, memory-mapped; built and saved if missing or damaged.
 
-    The folder's name must identify everything that the content depends on; ``build`` makes the arrays in the order of
-    ``names``. If they cannot be saved, those are returned, with a warning.
+    If they cannot be saved, the arrays in memory are returned, with a warning.
+
+    Args:
+        folder: folder of the index; its name must identify everything that the content depends on.
+        names: names of the arrays.
+        build: function that computes the arrays, in the order of ``names``.
+        on_damage: function called when a damaged index is rebuilt.
+
+    Collective:
+        None.
     """
     try:
         if folder.is_dir():
@@ -697,14 +705,14 @@ def _save(folder: Path, names: Sequence[str], arrays: Arrays) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold a file lock; yields false if the file system has no locks: then the rename lets one writer win."""
+    """Context with a file lock; yields False if the file system has none: then the rename lets one writer win."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_lock_file(path) as file:
         yield _lock(file, path)
 
 
 def _lock(file: IO[Any], path: Path) -> bool:
-    """Wait for a lock, and say so once where that takes long; false: the file system has none."""
+    """Wait for a lock, with one log message if that takes long; returns False if the file system has no locks."""
     tell_at: float | None = time.monotonic() + TOLD_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Micro-batches of a replica: loaders with a saved position, and those of a step, kept so that they can be read again.
+"""Micro-batches of a replica: loaders with a saved position, and a step's micro-batches, kept for a second pass.
 
 While all replicas have consumed equally many samples, the set of samples of a step depends neither on the number of
 replicas nor on the micro-batch size; see ``megasdc.data.position``. In a step whose first micro-batch is shared, all
@@ -36,7 +36,7 @@ class SampleStream(Protocol):
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same from the file, into fresh memory."""
+        """The sample at a position, read from the file into fresh memory."""
         ...
 
 
@@ -44,11 +44,14 @@ class MicroBatchLoader:
     """Yields micro-batches of one replica and tracks its position.
 
     Args:
+        dataset: the stream of samples.
         micro_batch_size: samples b of a micro-batch.
+        dp_rank: number of this replica.
+        dp_size: number of replicas.
         position: start position of this replica.
-        samples_per_epoch: of the stream, to use samples that were passed over before their epoch ends; None: it has no
-            common epochs.
-        skip: positions of the stream that are never taken.
+        samples_per_epoch: number of samples of an epoch of the stream, so that skipped samples are used before their
+            epoch ends; None: the stream has no common epochs.
+        skip: positions of the stream that are never used.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class MicroBatchLoader:
         """The next micro-batch.
 
         Raises:
-            DataError: the stream has ended, or an id is outside the model's vocabulary; the position stays.
+            DataError: the stream has ended, or an id is outside the model's vocabulary; the position is unchanged.
         """
         positions, after = self._take()
         batch = self.read(positions)
@@ -95,7 +98,7 @@ class MicroBatchLoader:
         """Read a micro-batch at these positions of the stream; this replica's own position does not change.
 
         Args:
-            positions: of the samples, [b].
+            positions: positions of the samples, [b].
 
         Raises:
             DataError: the stream has ended, or holds an id outside the model's vocabulary.
@@ -108,10 +111,10 @@ class MicroBatchLoader:
         return _load(self.dataset, positions)
 
     def read_again(self, positions: Sequence[int]) -> MicroBatch:
-        """What ``read`` has to return, from the file and into fresh memory.
+        """Read a micro-batch a second time, from the file into fresh memory; undamaged, it equals that of ``read``.
 
         Args:
-            positions: of samples that were read, [b].
+            positions: positions of the samples that were read, [b].
 
         Raises:
             DataError: a block of the file is damaged.
@@ -122,7 +125,8 @@ class MicroBatchLoader:
         """Skip the next micro-batches.
 
         Args:
-            again: use their samples before their epoch ends, instead of never.
+            micro_batches: number of micro-batches.
+            again: whether their samples are used before their epoch ends; otherwise they never are.
 
         Raises:
             ValueError: ``again`` is set and the stream has no common epochs.
@@ -135,13 +139,13 @@ class MicroBatchLoader:
         )
 
     def extend(self, samples: int) -> None:
-        """Extend the stream so that every replica at this position can take so many more samples."""
+        """Extend the stream so that every replica can take this many more samples from this position on."""
         count = samples + sum(len(one) for one in self.skip)
         self.dataset.extend(self.position.end_after(count, self.dp_size))
 
     @property
     def stream_end(self) -> int:
-        """Position in the stream after those that replicas which have consumed as much as this one are past."""
+        """First position of the stream that no replica has consumed, if all have consumed as much as this one."""
         return max(self.position.order.start, self.position.end_after(0, self.dp_size))
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,7 +175,7 @@ class MicroBatchLoader:
         self.move_to(merge_positions([state], partial=True))
 
     def move_to(self, merged: Mapping[str, Any]) -> None:
-        """Go on from the positions of all replicas, as `merge_positions` has them; errors as of `position_for`."""
+        """Continue from the positions of all replicas, a result of `merge_positions`; errors as of `position_for`."""
         together = self.position.order.together
         self.position = position_for(merged, self.dp_rank, self.dp_size, self.dataset, together)
 
@@ -187,8 +191,11 @@ class EvalLoader:
     may thus have weight 0.
 
     Args:
+        dataset: the stream of samples.
         micro_batch_size: samples b of a micro-batch.
-        num_samples: n; None: the whole stream.
+        dp_rank: number of this replica.
+        dp_size: number of replicas.
+        num_samples: number of samples n; None: the whole stream.
     """
 
     def __init__(
@@ -257,7 +264,7 @@ class Shared:
     """The micro-batch that all replicas share.
 
     Args:
-        source: replica whose samples they are.
+        source: number of the replica whose position it advances.
         positions: positions of its samples in the stream, [b].
     """
 
@@ -269,6 +276,7 @@ class StepBatches:
     """Yields the micro-batches of one replica, and those of the current step again after ``rewind``.
 
     Args:
+        loader: the replica's loader.
         batches: the loader, possibly wrapped.
     """
 
@@ -278,7 +286,7 @@ class StepBatches:
         self._kept: list[MicroBatch] = []
         self._positions: list[list[int]] = []
         self._given: list[MicroBatch] | None = None
-        """What was kept before ``renew``."""
+        """Micro-batches of the step as they were before ``renew``; None: they were not renewed."""
         self._next = 0
         self._shared: Shared | None = None
         self._extra_positions: Sequence[int] | None = None
@@ -292,8 +300,8 @@ class StepBatches:
         """Begin a step.
 
         Args:
-            shared: its first micro-batch if all replicas share it.
-            extra: a micro-batch that is not one of the step's, and moves no position; None: there is none.
+            shared: the step's first micro-batch if all replicas share it; None: it is this replica's own.
+            extra: a further micro-batch that is not part of the step and advances no position; None: there is none.
         """
         self._kept.clear()
         self._positions.clear()
@@ -305,10 +313,10 @@ class StepBatches:
         self._extra_positions = None if extra is None else extra.positions
 
     def rewind(self, micro_batch: int = 0) -> None:
-        """Continue with this micro-batch of the current step, then those after it.
+        """Go back to a micro-batch of the current step; it and those after it are yielded next.
 
         Raises:
-            ValueError: this rank has not read that far.
+            ValueError: this rank has not read that micro-batch yet.
         """
         if not 0 <= micro_batch <= len(self._kept):
             raise ValueError(f"micro-batch {micro_batch} of the step was not read yet; {len(self._kept)} were")
@@ -319,27 +327,27 @@ class StepBatches:
         self._extra_is_next = True
 
     def renew(self) -> None:
-        """Replace what is kept of the step by what the loader reads there now, until ``settle_renewed``.
+        """Read the step's kept micro-batches again and replace them, until ``settle_renewed``.
 
         Raises:
-            DataError, OSError: as the loader; what was kept stays.
+            DataError, OSError: the loader cannot read them; the kept ones stay.
         """
         renewed = [self._loader.read(positions) for positions in self._positions]
         self._given = self._given or list(self._kept)
         self._kept[:] = renewed
 
     def settle_renewed(self, *, stays: bool) -> None:
-        """Keep what ``renew`` has read; else what the step was computed with is kept again."""
+        """End ``renew``; ``stays``: keep the micro-batches that it has read, otherwise those from before."""
         if self._given is not None and not stays:
             self._kept[:] = self._given
         self._given = None
 
     def positions(self, micro_batch: int) -> Sequence[int]:
-        """Positions in the stream of the samples of a micro-batch of the step that was read, [b]."""
+        """Positions in the stream of the samples of a micro-batch of this step, [b]."""
         return self._positions[micro_batch]
 
     def from_file(self, micro_batch: int) -> MicroBatch:
-        """A micro-batch of the step that was read, from the file; see ``MicroBatchLoader.read_again``."""
+        """A micro-batch of this step, read from the file again; see ``MicroBatchLoader.read_again``."""
         return self._loader.read_again(self._positions[micro_batch])
 
     def __next__(self) -> MicroBatch:
@@ -367,10 +375,10 @@ class MemoryStream:
     """Random tokens in memory, as a loader reads them; position k is sample k modulo their number.
 
     Args:
-        vocab: entries of the vocabulary.
-        sequence: tokens s of a sample.
-        distinct: different samples.
-        length: samples of the stream.
+        vocab: number of entries of the vocabulary.
+        sequence: number of tokens s of a sample.
+        distinct: number of different samples.
+        length: number of samples of the stream.
     """
 
     def __init__(self, vocab: int, sequence: int, distinct: int, length: int) -> None:
@@ -386,7 +394,7 @@ class MemoryStream:
         return self._length
 
     def extend(self, num_samples: int) -> None:
-        """Make the stream at least so long."""
+        """Extend the stream to at least ``num_samples``."""
         self._length = max(self._length, num_samples)
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -394,5 +402,5 @@ class MemoryStream:
         return row[:-1], row[1:], self._mask
 
     def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same sample: there is no file."""
+        """The sample at a position, as ``[position]``: there is no file."""
         return self[position]
