@@ -55,7 +55,7 @@ from megasdc.sdc.trace import Trace, TraceWriter, set_traces_aside, trace_path
 
 
 class GuardTrace(Protection):
-    """Records every ``trace.interval``-th step of training from its first forward pass to its end."""
+    """Part of a guard that records every ``trace.interval``-th step, from its first forward pass to its end."""
 
     def __init__(self, training: Training) -> None:
         engine, dims, algorithm = training.engine, training.dims, training.algorithm
@@ -86,13 +86,13 @@ class GuardTrace(Protection):
         self._begin(training.step)
 
     def _begin(self, step: int) -> None:
-        """Record a step from now on, if it is due."""
+        """Begin to record a step, if it is due."""
         if (step - 1) % self._interval == 0:
             self._step = step
             self._recorder.attach(step)
 
     def before_step(self, step: int) -> Iterable[Finding]:
-        """Record nothing from now on; what was recorded as another step, before a checkpoint was loaded, goes."""
+        """Stop recording; a trace of another step, begun before a checkpoint was loaded, is discarded."""
         self._recorder.detach()
         if self._step not in (None, step):
             self._training.tell("trace", "left_out", step=step, recorded_as=self._step)
@@ -101,7 +101,7 @@ class GuardTrace(Protection):
         return ()
 
     def after_step(self, step: int) -> None:
-        """Write what was recorded, with the parameters after the step; the next one begins."""
+        """Write the step's trace, with the parameters after the step; the next step begins."""
         if self._step is not None:
             self._write(self._step)
         self._begin(self._training.step)
@@ -134,11 +134,11 @@ class TrainerGuard:
     """Attaches a guard whenever a ``Trainer`` begins to train, and closes it at the end.
 
     Args:
-        trainer: with ``TrainingArguments(deepspeed=...)``.
-        attach: called with its engine; returns a guard.
+        trainer: a ``Trainer`` with ``TrainingArguments(deepspeed=...)``.
+        attach: called with the trainer's engine; returns a guard.
 
     Attributes:
-        guard: of the training that runs, or of the last; None: none has begun.
+        guard: guard of the running or last training; None: none has begun.
     """
 
     def __init__(self, trainer: Any, attach: Callable[[Any], Any]) -> None:
@@ -147,12 +147,12 @@ class TrainerGuard:
         self.guard: Any = None
         self._trainer, self._train = trainer, trainer.train
         self._checkpoint: Path | None = None
-        """From which the training goes on that begins; it is loaded before callbacks are called."""
+        """Checkpoint from which the next training goes on, None: none; it is loaded before callbacks are called."""
         trainer.train = self._noting
         owner = self
 
         class Attaching(TrainerCallback):  # type: ignore[misc]
-            """What the trainer calls."""
+            """Callback that attaches a guard when training begins, and closes it at the end."""
 
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 owner.guard = attach(trainer.model_wrapped)
@@ -188,7 +188,7 @@ class TrainerGuard:
 
 
 def is_trainer(value: Any) -> bool:
-    """Whether it is a ``Trainer``, which says so without an import of transformers."""
+    """Whether a value is a ``Trainer``, told by its class name, without an import of transformers."""
     return any(f"{kind.__module__}.{kind.__name__}" == "transformers.trainer.Trainer" for kind in type(value).__mro__)
 
 
@@ -196,8 +196,8 @@ def check_trainer(trainer: Any, settings: GuardSettings) -> None:
     """Refuse a trainer that does not train with DeepSpeed.
 
     Raises:
-        ConfigError: it does not, or its arguments already show that its engine cannot be guarded, or patterns of the
-            settings match nothing in its model.
+        ConfigError: the trainer does not use DeepSpeed, or its arguments already show that its engine cannot be
+            guarded, or patterns of the settings match nothing in its model.
     """
     if not trainer.is_deepspeed_enabled:
         raise ConfigError(
@@ -231,7 +231,7 @@ class Verdicts:
     """Acts on findings as the policy says.
 
     Args:
-        saves: knows which checkpoints may be trusted.
+        saves: record of the checkpoints that may be trusted.
 
     Collective: all ranks of the world.
     """
@@ -242,7 +242,7 @@ class Verdicts:
         self._agreed: int | None = None
 
     def agreed(self, step: int) -> None:
-        """All ranks have agreed in an audit of a step."""
+        """Note that all ranks have agreed in an audit of a step."""
         self._agreed = step
         self._saves.agreed(step)
 
@@ -250,7 +250,7 @@ class Verdicts:
         """Report a finding, and end the training if its policy is to halt.
 
         Raises:
-            CorruptionExit: it is; on all ranks.
+            CorruptionExit: the policy is to halt; on all ranks.
 
         Collective: all ranks of the world.
         """
@@ -312,15 +312,15 @@ def check_settings(settings: Path | str | Mapping[str, Any] | GuardSettings) -> 
     """Check what a guard needs and does not depend on the engine: call it first, before data and model are there.
 
     Args:
-        settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``. Or what this function has
-            returned.
+        settings: path of a JSON file, or its contents; see ``docs/guides/attach.md``. Or settings that this function
+            has returned.
 
     Returns:
         The complete settings, which ``attach`` takes.
 
     Raises:
-        ConfigError: with every problem of the settings, such as a golden file that is not there, for which ``attach``
-            raises a ``TraceError``; or of a GPU's environment.
+        ConfigError: the settings or a GPU's environment are wrong, with every problem, such as a missing golden file,
+            for which ``attach`` raises a ``TraceError``.
         LaunchError: a library lacks a private name that is needed.
 
     Collective: none.
@@ -343,15 +343,15 @@ def attach(
     Args:
         engine: a ``DeepSpeedEngine`` with ZeRO 0, 1 or 2, or a ``PipelineEngine``; or Hugging Face's ``Trainer`` with
             such a configuration, whose engine is guarded once training begins.
-        settings: path of a JSON file, or what it would hold; see ``docs/guides/attach.md``. Or what
+        settings: path of a JSON file, or its contents; see ``docs/guides/attach.md``. Or the settings that
             ``check_settings`` has returned.
-        more: make protections that are added to those of this room, or None where they are not asked for.
+        more: functions that make further protections, or return None where they are not asked for.
 
     Returns:
         The guard; its ``close`` undoes everything.
 
     Raises:
-        ConfigError: with every problem of the settings, or why the engine cannot be guarded.
+        ConfigError: settings are wrong, with every problem, or the engine cannot be guarded.
         StorageError: the run folder cannot be written.
         LaunchError: a library lacks a private name that is needed.
 
@@ -367,7 +367,7 @@ def attach(
 
 
 def _settings_of(given: Path | str | Mapping[str, Any] | GuardSettings) -> tuple[GuardSettings, ReproRun | None]:
-    """The settings with what a trial has otherwise, and the trial."""
+    """The settings, with the changes of a trial, and the trial; None: it is an ordinary training."""
     found, trial = given if isinstance(given, GuardSettings) else load_settings(given), ReproRun.of(os.environ)
     return (found if trial is None else trial.applied(found)), trial
 
@@ -438,14 +438,14 @@ class Guard:
 
     @property
     def audits(self) -> int:
-        """How many were made."""
+        """Number of audits that were made."""
         return 0 if self._audit is None else self._audit.count
 
     def loaded(self, folder: Path | str) -> None:
         """Say which checkpoint the engine has loaded before the guard was attached, so that an audit can mark it.
 
         Args:
-            folder: of the checkpoint, such as ``checkpoints/global_step100``.
+            folder: folder of the checkpoint, such as ``checkpoints/global_step100``.
 
         Collective: none; all ranks of the world call it, before their next step.
         """
@@ -457,7 +457,7 @@ class Guard:
         _guarded.discard(self._training.engine)
 
     def _keep(self, part: P) -> P:
-        """Close a part with the guard."""
+        """Have a part closed with the guard; returns the part."""
         self._undo.callback(part.close)
         return part
 
@@ -484,7 +484,7 @@ class Guard:
         return parts
 
     def _begin(self, engine: Any, settings: GuardSettings) -> Training:
-        """Make groups, open the event log, and choose submodules; errors of a rank are raised on all."""
+        """Make groups, open the event log, and choose submodules; an error of one rank is raised on all ranks."""
         folder, error = Path(settings.logging.run_dir), None
         world, copies = self._groups()
         origin = Origin()
@@ -512,7 +512,7 @@ class Guard:
         return Training(engine, settings, self.dims, watched, world, copies, suspects, tell, events.origin)
 
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """Host groups of all ranks, and of those that hold the same parameters as this one."""
+        """Host groups of all ranks, and of the ranks that hold the same parameters as this one."""
         dims, own = self.dims, None
         for position in range(dims.tensor * dims.pipeline):
             stage, tensor = divmod(position, dims.tensor)
@@ -525,7 +525,7 @@ class Guard:
         return world, own
 
     def _before(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Have all parts act, and take a step between.
+        """Have all parts act before and after the step that ``take_step`` takes.
 
         Raises:
             CorruptionExit: on all ranks, where the policy is to halt; the step is not taken.

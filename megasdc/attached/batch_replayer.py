@@ -30,11 +30,11 @@ from megasdc.sdc.trace import Trace
 from megasdc.tensors.nested import map_in, tensors_in
 
 PASSING = ("ToCopyBackward0", "TBackward0")
-"""Nodes between a parameter and what uses it: to another type, which automatic mixed precision keeps; transposed."""
+"""Nodes between a parameter and its use: a cast, which automatic mixed precision keeps; a transposition."""
 
 
 def count_uses(outputs: Sequence[Tensor], named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Operations by name of the parameter that they use, going back from results whose graph is still there."""
+    """Number of operations that use each parameter, by name, from results whose graph is still there."""
     users: defaultdict[Any, list[Any]] = defaultdict(list)
     waiting = [one.grad_fn for one in outputs if one.grad_fn is not None]
     seen = set(waiting)
@@ -57,10 +57,10 @@ def _count_users(node: Any, users: Mapping[Any, Sequence[Any]]) -> int:
 
 
 FP16_SCALE = 1024.0
-"""Of what flows backward in fp16, whose small numbers are zero; a power of two changes no other bit."""
+"""Factor of gradients in fp16, where small ones would become zero; a power of two changes no other bit."""
 OF_STAGES = ("micro_offset", "activation_checkpoint_interval")
-"""Of DeepSpeed's ``PipelineModule``: the number of forward passes, which seeds layers, and layers between checkpoints,
-which are reentrant; 0 while a batch is audited."""
+"""Attributes of DeepSpeed's ``PipelineModule`` that are 0 while a batch is audited: the number of forward passes, which
+seeds layers, and the number of layers between activation checkpoints, which are reentrant."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class SentTensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the model was given.
+    """Inputs of the model's forward pass, with all that they need to be computed on another replica.
 
     Args:
         autocast: type of automatic mixed precision; None: it was off.
-        buffers: of the replica whose batch it is, by name.
+        buffers: buffers of the replica whose batch it is, by name.
     """
 
     args: tuple[Any, ...]
@@ -91,15 +91,15 @@ class BatchReplayer:
     """Keeps batches of one replica, sends them to the others, and computes them.
 
     Args:
-        model: that the engine trains.
-        device: of its parameters.
-        recorder: of what submodules compute.
-        seed: of random numbers in audits.
-        wants: returns the step that runs, where its first batch is to be kept on this rank; else None.
-        setting: what errors are about, and the value that they advise.
+        model: model that the engine trains.
+        device: device of its parameters.
+        recorder: recorder of the results of submodules.
+        seed: seed of random numbers in audits.
+        wants: returns the running step, if this rank must keep its first batch; else None.
+        setting: beginning of error messages, which names a setting, and the value of it that they advise.
 
     Attributes:
-        uses: how many operations have used a parameter, by name, in the last batch of which that was asked.
+        uses: number of operations that use each parameter, by name, in the last batch for which ``uses`` was asked.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class BatchReplayer:
         self._handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
 
     def close(self) -> None:
-        """Look at no further forward pass."""
+        """Remove the hook on forward passes."""
         self._handle.remove()
 
     def _keep(self, _module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class BatchReplayer:
         """The batch of a step that a rank has kept, on all ranks of a host group that hold the same parameters.
 
         Raises:
-            ConfigError: it cannot be sent, or no forward pass was seen; on all ranks of the group.
+            ConfigError: the batch cannot be sent, or no forward pass was seen; on all ranks of the group.
 
         Collective: the group.
         """
@@ -163,11 +163,11 @@ class BatchReplayer:
         return found
 
     def compute(self, batch: Batch, step: int, state: dict[str, Any] | None = None, *, uses: bool = False) -> Trace:
-        """Compute a batch forward and backward; the results of its submodules.
+        """Compute a batch forward and backward; returns the trace of its submodules' results.
 
         Args:
-            state: of random generators, to compute it as training does; None: seeded, in deterministic mode.
-            uses: look at the uses of parameters, too.
+            state: state of random generators with which the training computes it; None: seeded, in deterministic mode.
+            uses: whether uses of parameters are counted, too.
 
         Raises:
             ConfigError: the model cannot be computed so; the message says why and what helps.
@@ -188,7 +188,7 @@ class BatchReplayer:
         return self._recorder.take()
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """The loss, where the model computes it, else all results that gradients can come from; inputs that get some.
+        """Loss, where the model computes it, else all results with gradients; and the inputs that get gradients.
 
         A stage of a pipeline gives its inputs' gradients to the one before.
         """
@@ -209,7 +209,7 @@ class BatchReplayer:
         return [one for one in found if one.requires_grad], inputs
 
     def _backward(self, outputs: list[Tensor], inputs: list[Tensor]) -> dict[str, Tensor | None]:
-        """Gradients of all parameters by name; of results that are no loss, of a sum with weights that are drawn."""
+        """Gradients of all parameters, by name; results that are no loss are summed with random weights first."""
         named = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
         half = any(one.dtype == torch.float16 for one in named.values())
         draw = torch.Generator().manual_seed(self._seed)
@@ -226,7 +226,7 @@ class BatchReplayer:
 
     @contextmanager
     def _as_of(self, batch: Batch, step: int, state: dict[str, Any] | None) -> Iterator[None]:
-        """Deterministic, with the buffers of the batch's replica and the same random numbers on all; then as before."""
+        """Context of deterministic mode, the batch's buffers and equal random numbers; all is undone at its end."""
         own = capture_rng()
         with attributes_kept(self._model):
             stage = [name for name in OF_STAGES if hasattr(self._model, name)]
@@ -245,7 +245,7 @@ class BatchReplayer:
 
 
 def _why_not(error: RuntimeError) -> str | None:
-    """Why PyTorch cannot compute a model so, and what helps; None: for another reason."""
+    """Reason why PyTorch cannot compute a model beside training, and the remedy; None: an error of another kind."""
     text = str(error)
     if isinstance(error, NotKept):
         return text
@@ -262,7 +262,7 @@ def _why_not(error: RuntimeError) -> str | None:
 
 
 def _fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Those that are alike are not written to."""
+    """Give the model's buffers the values of these names; equal ones are not written to."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name not in values or values[name].shape != buffer.shape:

@@ -45,12 +45,12 @@ from megasdc.tensors.nested import map_in, tensors_in
 
 @dataclass(frozen=True)
 class KeptMicroBatch:
-    """A micro-batch.
+    """A micro-batch of the running step, by reference.
 
     Args:
-        batch: its tensors are those that the model was given; None: too many bytes.
-        state: of random generators when the model began.
-        versions: of the tensors then; None: it has none.
+        batch: inputs of the model, whose tensors are not copied; None: they have too many bytes.
+        state: state of random generators when the forward pass began.
+        versions: the tensors, each with its version when the forward pass began; None: it has none.
     """
 
     batch: Batch | None
@@ -59,7 +59,7 @@ class KeptMicroBatch:
 
     @property
     def lacks(self) -> str | None:
-        """Why it cannot be computed again; None: it can."""
+        """Reason why the micro-batch cannot be computed again; None: it can."""
         if self.batch is None:
             return "more bytes than nonfinite.keep_mib"
         if any(_version(tensor) != version for tensor, version in self.versions):
@@ -72,11 +72,11 @@ class MicroBatches:
 
     Args:
         step: returns the number of the step that runs.
-        most_bytes: of tensors that are kept.
+        most_bytes: largest number of bytes of the tensors that are kept.
 
     Attributes:
-        kept: by micro-batch.
-        finite: has looked at numbers that the model returned, such as the loss, and at gradients that it was given.
+        kept: micro-batches of the step, by number.
+        finite: recorder of NaN and Inf in numbers that the model returned, such as the loss, and in given gradients.
         losses: slots of the last results of one number from which gradients come, as a ``BatchReplayer`` numbers them.
         seen_losses: the same, numbered as ``finite`` numbers all results.
     """
@@ -94,13 +94,13 @@ class MicroBatches:
         ]
 
     def close(self) -> None:
-        """Look at no further forward pass."""
+        """Remove the hooks on forward passes, and forget what was kept."""
         self.clear()
         for handle in self._handles:
             handle.remove()
 
     def clear(self) -> None:
-        """Keep nothing of what was."""
+        """Forget all micro-batches and what was seen of them."""
         self.kept, self._bytes, self.finite = [], 0, FiniteRecorder()
 
     def _trains(self) -> bool:
@@ -160,7 +160,7 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 KIND = ("rank", "host", "fqn", "phase", "slot", "value", "reproduced")
-"""Fields of what is found in which steps are the same to people."""
+"""Fields of a finding that are equal where people are warned only once."""
 IGNORED = -100
 """Label that PyTorch's cross entropy does not count."""
 GIVEN = "it is the gradient that the model was given, of a loss that the training's loop computes, or a later stage"
@@ -176,7 +176,7 @@ HIDDEN = "; the log of Trainer shows no loss that is not finite, since logging_n
 
 
 class GuardNonFinite(Protection):
-    """Looks for NaN and Inf before each optimizer step; it decides nothing."""
+    """Part of a guard that looks for NaN and Inf before each optimizer step; it only reports them."""
 
     def __init__(self, training: Training) -> None:
         engine, watched, settings = training.engine, training.watched, training.settings.nonfinite
@@ -194,7 +194,7 @@ class GuardNonFinite(Protection):
         self._meanings = Meanings(self._batches, chosen=chosen, hides=training.hides_losses)
 
     def close(self) -> None:
-        """Look at nothing from now on."""
+        """Remove all hooks, and report repeats."""
         self._warnings.tell_repeats()
         self._batches.close()
         self._probe.close()
@@ -245,7 +245,12 @@ class GuardNonFinite(Protection):
         return replace(origin, meaning=self._meanings.of(seen.address, recomputed=False))
 
     def _recompute_all(self, step: int) -> tuple[list[NonFiniteOrigin | None] | None, list[str]]:
-        """By rank, the first result that is not finite, None: nothing was computed; and what was not, as sentences."""
+        """Compute the step's micro-batches again, up to the first with NaN or Inf.
+
+        Returns:
+            First result that is not finite, by rank, None: no micro-batch was computed; and those that were not
+            computed, with the reason, a sentence each.
+        """
         found: list[NonFiniteOrigin | None] | None = None
         lacks: list[str] = []
         kept = self._batches.kept
@@ -266,7 +271,7 @@ class GuardNonFinite(Protection):
         return found, lacks
 
     def _recompute(self, step: int, number: int) -> tuple[NonFiniteOrigin | None, str | None]:
-        """The first result of a micro-batch that is not finite, and why it could not be computed to the end."""
+        """First result of a micro-batch that is not finite, and the reason why it could not be computed to the end."""
         kept, problem = self._batches.kept[number], None
         assert kept.batch is not None, "it lacks nothing"
         self._inputs.clear()
@@ -292,12 +297,12 @@ class GuardNonFinite(Protection):
 
 
 class Meanings:
-    """What results of the whole model are, in words that are the same for all of a kind.
+    """Sentences that say what a result of the whole model is, equal for all results of a kind.
 
     Args:
-        batches: of the step.
-        chosen: the submodules that are watched are named in the settings.
-        hides: the log of the training leaves out losses that are not finite.
+        batches: micro-batches of the step.
+        chosen: whether the settings name the submodules that are watched.
+        hides: whether the log of the training leaves out losses that are not finite.
     """
 
     def __init__(self, batches: MicroBatches, *, chosen: bool, hides: bool) -> None:
@@ -306,10 +311,10 @@ class Meanings:
         self._end = HIDDEN if hides else ""
 
     def of(self, address: Address, *, recomputed: bool) -> str | None:
-        """A sentence; None: it is of a submodule, or no loss.
+        """Sentence on a result; None: it is of a submodule, or no loss.
 
         Args:
-            recomputed: it was seen when the micro-batch was computed again, not in training.
+            recomputed: whether the result was seen when the micro-batch was computed again, not in training.
 
         Sync: waits for the device where it is the loss.
         """
@@ -333,7 +338,7 @@ class Meanings:
 
 @dataclass
 class _Told:
-    """What was told: a sentence, in how many further steps it came again, and in which it did last."""
+    """A warning: its text, the number of further steps in which it came again, and the last of these."""
 
     text: str
     times: int
@@ -341,14 +346,14 @@ class _Told:
 
 
 class Warnings:
-    """Tells people what was found: once, then how often it came again, at the latest where Python ends."""
+    """Log warnings of findings: each once, then the number of its repeats, at the latest when Python ends."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[Any, ...], _Told] = {}
         weakref.finalize(self, _tell_repeats, self._told)
 
     def tell(self, step: int, found: Explanation, lacks: Sequence[str]) -> None:
-        """Warn of what is not told already: a loss that is so whenever computed is one for all ranks, else by rank."""
+        """Warn of a finding unless it was reported already, on any rank for a loss that is so whenever computed."""
         meaning = None if found.origin is None else found.origin.meaning
         of_data = meaning is not None and found.reproduced is True
         kind = (meaning,) if of_data else (meaning, *(found.fields[name] for name in KIND))
@@ -363,7 +368,7 @@ class Warnings:
         logger.warning("step %d: %s", step, whole)
 
     def tell_repeats(self) -> None:
-        """Say once how often what was told has come again."""
+        """Log once how often each warning has come again."""
         _tell_repeats(self._told)
 
 

@@ -38,11 +38,11 @@ class Saved(Record):
     """A save with a guard.
 
     Args:
-        save_id: unique to each save, the same in the folders of all hosts.
-        step: optimizer steps that were taken.
-        layout: of the training.
+        save_id: id unique to each save, the same in the folders of all hosts.
+        step: number of optimizer steps that were taken.
+        layout: layout of the training.
         zero: whether DeepSpeed had divided the optimizer's state.
-        nodes: ranks of each host, of each of its devices where they have an identity.
+        nodes: ranks of each host, or of each of its devices where these have an identity.
         files: size in bytes, and time of the last change in nanoseconds since the epoch, of each of DeepSpeed's files.
     """
 
@@ -56,7 +56,7 @@ class Saved(Record):
 
 
 def find_makers(training: Training) -> FolderRanks:
-    """The place of this rank, whose ``nodes`` are the devices that compute, by host.
+    """Place of this rank in the checkpoint's folders; its ``nodes`` are the devices that compute, by host.
 
     Collective: all ranks of the world.
     """
@@ -69,16 +69,16 @@ def find_makers(training: Training) -> FolderRanks:
 
 
 def forget_save(folder: Path) -> None:
-    """Remove what is said of the checkpoint that a save replaces; OSError: it cannot be."""
+    """Remove the records of the checkpoint that a save replaces; OSError: they cannot be removed."""
     for name in (MARK, SAVED):  # a mark alone would be taken for one of an older version
         (folder / name).unlink(missing_ok=True)
 
 
 def note_save(folder: Path, training: Training, place: FolderRanks, number: int) -> None:
-    """Write who has saved a checkpoint; OSError: it cannot be.
+    """Write the record of who has saved a checkpoint; OSError: it cannot be written.
 
     Args:
-        number: of saves before it.
+        number: number of saves before this one.
     """
     engine = training.engine
     saved = Saved(
@@ -93,10 +93,10 @@ def note_save(folder: Path, training: Training, place: FolderRanks, number: int)
 
 
 def read_saved(folder: Path) -> Saved:
-    """Who has saved a checkpoint.
+    """Read the record of who has saved a checkpoint.
 
     Raises:
-        CheckpointError: it is not known, with the reason.
+        CheckpointError: the record is missing or not of these files, with the reason.
     """
     try:
         if not (folder / SAVED).exists():
@@ -118,7 +118,7 @@ def check_makers(saved: Saved, training: Training, place: FolderRanks) -> None:
     """Check that all who have saved a checkpoint take part in audits now, and that all of it was loaded.
 
     Raises:
-        CheckpointError: they do not, or it was not.
+        CheckpointError: some do not take part, or not all was loaded.
     """
     if lacking := place.lacks(saved.nodes):
         raise CheckpointError(
@@ -164,13 +164,13 @@ _ATTACHED_LATER = (
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What this training goes on from, as this rank knows it.
+    """Checkpoint from which this training goes on, as this rank knows it.
 
     Args:
-        folder: None: not known.
-        problem: why an audit must not mark it; None: nothing is known to be.
-        save_id: of its save; None: not known.
-        told: it was told why it is not marked.
+        folder: folder of the checkpoint; None: not known.
+        problem: reason why an audit must not mark it; None: no reason is known.
+        save_id: id of its save; None: not known.
+        told: whether it was reported why it is not marked.
     """
 
     step: int
@@ -181,7 +181,7 @@ class _Loaded:
 
 
 class SaveMarks(Protection):
-    """Notes what ``engine`` saves and loads, and marks it once an audit of a later step has agreed.
+    """Part of a guard that notes the engine's saves and loads, and marks them once an audit of a later step has agreed.
 
     What was saved before a checkpoint was loaded is not marked any more: the steps that follow do not depend on it. The
     step that was audited must have been taken and have left a finite state: replicas that agree on NaN have not
@@ -189,11 +189,11 @@ class SaveMarks(Protection):
     devices that take part in it: what others have saved, or nobody knows who, is not marked when it is gone on from.
 
     Args:
-        saves: false: nothing is saved at all.
+        saves: whether the engine saves at all; false in a trial.
 
     Attributes:
         verified: folder of the newest marked checkpoint; None: there is none.
-        candidate: folder of the newest one that is not marked; None: likewise.
+        candidate: folder of the newest checkpoint that is not marked; None: there is none.
 
     Collective: all ranks of the world, where it is made.
     """
@@ -203,9 +203,9 @@ class SaveMarks(Protection):
         self._tell, self._world, self._saves = training.tell, training.world, saves
         self._place = find_makers(training)
         self._count = 0
-        """Saves so far."""
+        """Number of saves so far."""
         self._agreed: tuple[int, int] | None = None
-        """Step of the last audit, whose step is not taken yet, and the steps that were skipped before it."""
+        """Step of the last audit, if that step is not taken yet, and the number of steps skipped before it."""
         self._save, self._load = self._engine.save_checkpoint, self._engine.load_checkpoint
         self._waiting: list[tuple[int, Path]] = []
         self._loaded: _Loaded | None = None
@@ -221,7 +221,7 @@ class SaveMarks(Protection):
 
     @property
     def candidate(self) -> Path | None:
-        """See the class."""
+        """Folder of the newest checkpoint that is not marked; None: there is none."""
         if self._waiting:
             return self._waiting[-1][1]
         return None if self._loaded is None else self._loaded.folder
@@ -249,7 +249,7 @@ class SaveMarks(Protection):
         return result
 
     def _replace(self, folder: Path) -> None:
-        """What lies in a folder is saved over: nothing that is known of it holds any more."""
+        """Forget the checkpoint in a folder that is being saved over."""
         self._waiting = [one for one in self._waiting if not same_folder(folder, one[1])]
         if self._loaded is not None and same_folder(folder, self._loaded.folder):
             self._loaded = None
@@ -275,7 +275,7 @@ class SaveMarks(Protection):
         return path, state
 
     def loaded(self, folder: Path) -> None:
-        """The training goes on from a checkpoint, whose state all ranks have now, and have not trained on yet."""
+        """Note that all ranks have loaded a checkpoint, from which the training goes on."""
         step, problem, save_id = int(self._engine.global_steps), None, None
         self._agreed, self._waiting = None, []
         if is_marked(folder):
@@ -302,7 +302,7 @@ class SaveMarks(Protection):
         return own
 
     def _on_all(self, *flags: bool) -> list[bool]:
-        """Whether each holds on all ranks.
+        """Whether each flag is true on all ranks.
 
         Collective: all ranks of the world; one reduction of a few numbers.
         Sync: waits for the device.
@@ -312,11 +312,11 @@ class SaveMarks(Protection):
         return [bool(one) for one in found]
 
     def agreed(self, audit_step: int) -> None:
-        """All replicas have agreed in an audit before an optimizer step; what follows depends on that step."""
+        """Note that all replicas have agreed in an audit before an optimizer step."""
         self._agreed = audit_step, int(self._engine.skipped_steps)
 
     def after_step(self, step: int) -> None:
-        """The optimizer step is done: what holds only steps before one that was audited is verified.
+        """After the optimizer step, mark checkpoints that hold only steps before one that was audited.
 
         Collective: all ranks of the world, where the step was audited.
         """
@@ -340,7 +340,7 @@ class SaveMarks(Protection):
                 self._mark(folder, saved, audit_step)
 
     def _settle(self, audit_step: int) -> list[tuple[int, Path]]:
-        """What the training went on from, by step and folder, if it may be marked; else it is told why not, once.
+        """Step and folder of the loaded checkpoint, if it may be marked, else none; it is reported once why not.
 
         Collective: all ranks of the world.
         """

@@ -24,9 +24,9 @@ TRIAL_VARIABLE = "MEGASDC_GUARD_TRIAL"
 """Environment variable of a trial: JSON with ``folder`` and ``steps``. The guard then traces all steps to that folder,
 saves nothing, and ends the process after so many steps (``megasdc check-determinism``)."""
 FOREIGN = ("megasdc", "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
-"""Keys that only files of runs have."""
+"""Keys that only configurations of runs or of DeepSpeed have."""
 FOLDER = "trace"
-"""Of traces, in the folder of the run."""
+"""Name of the folder of traces, in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class ReproRun:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> ReproRun | None:
-        """That of this process; None: it is an ordinary training."""
+        """Trial of this process, from its environment; None: it is an ordinary training."""
         text = environ.get(TRIAL_VARIABLE)
         return cls(**json.loads(text)) if text else None
 
     def applied(self, settings: GuardSettings) -> GuardSettings:
-        """The settings with what a trial has otherwise."""
+        """Copy of the settings with the changes of a trial."""
         return settings.model_copy(
             update={
                 "logging": settings.logging.model_copy(update={"run_dir": self.folder}),
@@ -60,12 +60,12 @@ def load_settings(
     """Read and check the settings of a guard.
 
     Args:
-        given: path of a JSON file, or what it would hold.
-        overrides: texts ``a.b.c=value``.
+        given: path of a JSON file, or its contents.
+        overrides: changes of settings, as texts ``a.b.c=value``.
         run_dir: folder of the run where neither names one.
 
     Raises:
-        ConfigError: with every problem; each states dotted path, value got, values allowed, remedy.
+        ConfigError: settings are wrong; each problem states dotted path, value got, values allowed, remedy.
     """
     if isinstance(given, Mapping):
         raw, problems, source = copy.deepcopy(dict(given)), list[str](), None
@@ -100,10 +100,10 @@ def load_settings(
 
 
 def golden_problems(settings: GuardSettings, *, writes: bool) -> list[str]:
-    """What a look at the golden file's path shows on this host.
+    """Problems of the golden file's path on this host, a sentence each.
 
     Args:
-        writes: this process is the one that writes a file which is to be recorded.
+        writes: whether this process is the one that writes a golden file.
     """
     golden = settings.golden
     if golden.path is None:
@@ -119,7 +119,7 @@ def golden_problems(settings: GuardSettings, *, writes: bool) -> list[str]:
 
 
 def recording_problems(path: Path | str) -> list[str]:
-    """Why a golden file cannot be recorded there by this host; its folder is made."""
+    """Reasons why this host cannot record a golden file at a path, a sentence each; its folder need not exist."""
     exists = _look(path)
     if isinstance(exists, str):
         return [exists]
@@ -134,7 +134,7 @@ def recording_problems(path: Path | str) -> list[str]:
 
 
 def _look(path: Path | str) -> bool | str:
-    """Whether there is something; a text: why that cannot be seen."""
+    """Whether the path exists; a text: why that cannot be tested."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -146,12 +146,12 @@ def _look(path: Path | str) -> bool | str:
 
 
 def existing(path: Path | str) -> str:
-    """What is said where a golden file is to be recorded and is there already."""
+    """Error message where a golden file is to be recorded and exists already."""
     return f'golden.record: got true, and golden.path "{path}" exists; remove it, or set golden.record to false.'
 
 
 def _unsupported(supervise: SuperviseSection) -> list[str]:
-    """What megasdc does with its own runs alone."""
+    """Problems of settings that megasdc supports only in its own runs, a sentence each."""
     problems = []
     if supervise.min_hosts is not None:
         problems.append(

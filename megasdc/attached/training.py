@@ -1,4 +1,4 @@
-"""What all parts of a guard know of the training, and what a part is."""
+"""Facts on a guarded training that all parts of its guard share, and the base class of these parts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Training:
     """A training that is guarded.
 
     Attributes:
-        engine: of DeepSpeed.
+        engine: the engine of DeepSpeed.
         watched: submodules whose results are compared.
         world: a host group of all ranks.
-        copies: a host group of those that hold the same parameters as this one.
+        copies: a host group of the ranks that hold the same parameters as this one.
         suspects: devices that were wrong before.
         tell: writes an event on rank 0, from its kind, name and fields.
-        origin: of events.
+        origin: run and start to which events belong.
         hides_losses: whether the log of the training leaves out losses that are not finite.
     """
 
@@ -45,38 +45,38 @@ class Training:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """Folder of the run."""
         return Path(self.settings.logging.run_dir)
 
     @property
     def algorithm(self) -> ChecksumAlgorithm:
-        """Of checksums."""
+        """Algorithm of checksums on the engine's device."""
         return default_algorithm(self.engine.device)
 
     @property
     def step(self) -> int:
-        """Number of the optimizer step that comes next, the first is 1; a checkpoint may have been loaded."""
+        """Number of the next optimizer step, the first is 1; a loaded checkpoint's steps count."""
         return int(self.engine.global_steps) + 1
 
 
 class Protection:
-    """One protection. It attaches where it is made, and acts around optimizer steps until it is closed."""
+    """Base class of a guard's parts. A part attaches where it is made, and acts around optimizer steps until closed."""
 
     @property
     def acts(self) -> bool:
-        """Whether it does anything around optimizer steps."""
+        """Whether the part does anything around optimizer steps."""
         kind = type(self)
         return kind.before_step is not Protection.before_step or kind.after_step is not Protection.after_step
 
     def before_step(self, step: int) -> Iterable[Finding]:
-        """Act before the optimizer steps; what was found, each settled once it is asked for.
+        """Act before the optimizer steps; returns findings, each of which is settled once the caller asks for it.
 
         Collective: all ranks of the world.
         """
         return ()
 
     def after_step(self, step: int) -> None:
-        """Act once it has.
+        """Act after the optimizer has stepped.
 
         Collective: all ranks of the world.
         """

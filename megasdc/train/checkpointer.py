@@ -49,7 +49,7 @@ from megasdc.train.stop import stop_without_room, where_to_go_on
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 10.0
-"""Seconds between two looks whether there is room for a save that had none."""
+"""Seconds between two tests for room, while a save is owed that had none."""
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
@@ -59,18 +59,18 @@ def checkpoint_folder(config: RunConfig) -> Path:
 
 
 def wanted_dims(config: RunConfig, run: Run) -> ParallelDims | None:
-    """The layout that a run can go on from; None: any."""
+    """Layout of the checkpoints from which a run can go on; None: any layout."""
     return None if config.megasdc.checkpoint.other_layout == "convert" else run.dims
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What is saved besides DeepSpeed's part.
+    """Source of the state that is saved besides DeepSpeed's part.
 
     Args:
-        config: stored as resolved.
-        tokenizer_checksum: of the tokenizer that the data were prepared with.
-        study: that the run is a replica of; None: none.
+        config: the run's configuration, stored as resolved.
+        tokenizer_checksum: checksum of the tokenizer that the data were prepared with.
+        study: section of the study that the run is a replica of; None: the run is not of a study.
     """
 
     config: RunConfig
@@ -112,30 +112,30 @@ class WaitForSnapshots(Hook):
     """Waits until all snapshots are whole, before another hook, or the update, changes what they copy.
 
     Args:
-        waits: of those that take snapshots.
+        waits: functions that wait for a snapshot, of the hooks that take snapshots.
     """
 
     def __init__(self, waits: Sequence[Callable[[], None]]) -> None:
         self._waits = waits
 
     def after_micro_batches(self, engine: TrainingEngine) -> None:
-        """Wait; what is found in this step is repaired after that."""
+        """Wait for all snapshots; findings of this step are repaired after that."""
         for wait in self._waits:
             wait()
 
 
 class OncePerStep:
-    """Settles what is found in the state that is saved, once in a step, whoever saves first.
+    """Settles findings in the state that is about to be saved, once in a step, before the first save of it.
 
     Args:
-        settle: called on all ranks; None: there is nothing to settle.
+        settle: function that is called on all ranks; None: nothing is checked before a save.
     """
 
     def __init__(self, settle: Callable[[Run], None] | None) -> None:
         self._settle, self._step = settle, -1
 
     def __call__(self, run: Run) -> None:
-        """Settle; a collective of the world where there is something to."""
+        """Settle findings, once in a step; a collective of the world unless ``settle`` is None."""
         if self._settle is not None and run.step != self._step:
             self._step = run.step
             self._settle(run)
@@ -144,9 +144,9 @@ class OncePerStep:
 class Saver(Hook):
     """Saves every ``checkpoint.interval`` steps and when the run ends or stops.
 
-    ``before_save`` is called on all ranks, and so is ``after_save`` once a checkpoint is whole; None: it is not needed.
-    ``writer`` is None on other ranks than 0. The last checkpoint is always written while the run waits, since nothing
-    is left that could go on. A hook before it must call ``wait_for_copy``.
+    ``before_save`` is called on all ranks before a save, and ``after_save`` once a checkpoint is whole; None: it is not
+    needed. ``writer`` is None on ranks other than 0. The last checkpoint is always written while the run waits, since
+    nothing is left that could go on. A hook before this one must call ``wait_for_copy``.
     """
 
     def __init__(
@@ -180,11 +180,11 @@ class Saver(Hook):
 
     @property
     def under_way(self) -> int | None:
-        """Step of the save that goes on beside training; None: there is none."""
+        """Step of the save that goes on beside training; None: no save is under way."""
         return None if self._background is None else self._background.step
 
     def _own_again(self) -> float:
-        """Whether a save that had no room may have some now."""
+        """1 if this rank's disk may have room now for a save that had none, else 0; all ranks must agree on 1."""
         if self._without_room_since is None or time.monotonic() < self._again_at:
             return 0.0
         try:
@@ -195,10 +195,10 @@ class Saver(Hook):
         return 1.0  # until all ranks say so in one step
 
     def _look(self, run: Run) -> None:
-        """Look whether memory has room for snapshots, and take it; after a step, since moments begin with the first.
+        """Reserve memory for snapshots if there is room, after a step, since moments exist from the first on.
 
         Raises:
-            ConfigError: it has none, and the configuration demands them; on all ranks.
+            ConfigError: memory has no room, and the configuration demands snapshots; on all ranks.
         """
         interval = self.section.interval
         if self._background is None or -(-run.step // interval) * interval >= run.steps:
@@ -227,7 +227,7 @@ class Saver(Hook):
             self._background.wait_for_copy()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Go on with the save under way, and save when due."""
+        """Go on with the save under way, and begin one when due."""
         if self._background is not None and not self._has_looked and result.skipped is None:
             self._has_looked = True
             self._look(run)
@@ -260,7 +260,7 @@ class Saver(Hook):
         run.enter("BETWEEN")
 
     def _judge_last(self, run: Run, saved: SaveResult, state: SavedState) -> None:
-        """Let a run end with an error whose last checkpoint leads nowhere.
+        """Let a run end with an error if its last checkpoint is not finite or has a wrong place in the data.
 
         Collective: all ranks of the world where it does.
         """
@@ -272,11 +272,11 @@ class Saver(Hook):
             run.end.error = CorruptionError(f"{saved.path} is the last checkpoint, and {state.wrong_place}; {way}")
 
     def _save(self, run: Run, state: SavedState) -> SaveResult | None:
-        """Save while training waits; None: there was no room, and training goes on.
+        """Save while training waits; returns None where there was no room and training goes on.
 
         Raises:
-            StorageError: another problem; or no room for too long, or for a last checkpoint that cannot wait; on all
-                ranks.
+            StorageError: a problem other than room; or no room for too long, or for a last checkpoint that cannot wait;
+                on all ranks.
 
         Collective: all ranks of the world.
         """
@@ -301,10 +301,10 @@ class Saver(Hook):
                 return saved
 
     def _wait_for_room(self, run: Run, error: Exception | None) -> bool:
-        """Note that a save had no room, and that it is owed; returns whether that has lasted for too long.
+        """Note that a save had no room and is owed; returns whether room has been missing for too long.
 
-        The run then stops after this step, with all that can be saved elsewhere. It is in a hurry from when a rank is
-        asked to end, which steps look at, but a last save that waits does not.
+        The run then stops after this step, with all that can be saved elsewhere. It must stop soon once any rank is
+        asked to end, which is tested here too, since a last save that waits takes no more steps.
 
         Collective: all ranks of the world.
         """
@@ -323,7 +323,7 @@ class Saver(Hook):
         return True
 
     def _meet_late(self, run: Run, background: DiskSaver) -> bool:
-        """A save is due or the run ends, while one is under way; returns whether the new one may begin."""
+        """Skip a due save while another is under way, or finish that one; returns whether the new one may begin."""
         if self.section.when_late == "skip" and not run.is_last_step:
             self._skipped += 1
             if run.dims.rank == 0:
@@ -339,7 +339,7 @@ class Saver(Hook):
         return True
 
     def _report(self, run: Run, saved: SaveResult | None) -> None:
-        """Log, and write as metrics, a save that is done."""
+        """Log a save that is done, and write its metrics; None: no save is done."""
         if saved is None:
             return
         run.skipped_checkpoint_steps.discard(saved.step)
@@ -371,11 +371,11 @@ class Saver(Hook):
 
 
 class MemoryCheckpoints(Hook):
-    """Takes snapshots that outlive the ranks.
+    """Takes snapshots into memory of the hosts, where they outlive the ranks.
 
     Args:
-        writer: of metrics, on rank 0 alone.
-        before_save: called on all ranks. A hook before this one must call ``wait_for_copy``.
+        writer: writer of metrics on rank 0; None on other ranks.
+        before_save: called on all ranks before a snapshot. A hook before this one must call ``wait_for_copy``.
 
     Collective: all ranks of the world.
     """
@@ -404,15 +404,15 @@ class MemoryCheckpoints(Hook):
         self.fields = self._saver.fields
 
     def on_start(self, run: Run) -> None:
-        """Find a partner."""
+        """Find the host that keeps copies of this host's snapshots, where partners are configured."""
         if self._partners:
             self._join_partners(run)
 
     def _look(self, run: Run) -> None:
-        """Look whether memory has room, and take it; after a step, since moments begin with the first.
+        """Reserve memory for snapshots if there is room, after a step, since moments exist from the first on.
 
         Raises:
-            ConfigError: it has none, and the run may not go on without; on all ranks.
+            ConfigError: memory has no room, and the run may not go on without snapshots; on all ranks.
         """
         size, there = self._saver.measure(run.engine, self._state.of(run))
         largest = max(gather_objects(size, run.host_group))
@@ -496,7 +496,7 @@ class MemoryCheckpoints(Hook):
             )
 
     def _forget_old(self, run: Run) -> None:
-        """Remove what earlier starts of the run hold here: all ranks have something newer.
+        """Remove snapshots of the run's earlier starts from this host's memory: all ranks have newer ones.
 
         Collective: all ranks of the world.
         """
@@ -509,7 +509,7 @@ class MemoryCheckpoints(Hook):
         self._place.gather(None)  # no rank uses a slot again before
 
     def on_end(self, run: Run) -> None:
-        """The run needs no memory any more; where no step was taken it may hold what nothing else does.
+        """Remove all snapshots of the run, except where it took no step and may hold the only copy of its state.
 
         Collective: all ranks of the world.
         """
@@ -525,7 +525,7 @@ class MemoryCheckpoints(Hook):
         self._saver.finish()
 
     def close(self) -> None:
-        """End the writer; what is held stays after an error."""
+        """End the writer; snapshots stay in memory after an error."""
         self._saver.close()
 
 
@@ -536,7 +536,7 @@ def _number_of_start(run: Run) -> int:
 
 
 def find_memory_checkpoint(config: RunConfig, run: Run) -> InMemoryCheckpoint | None:
-    """The newest step that the hosts of this start hold; from now on it is this start's memory.
+    """Find the newest step that the hosts of this start hold in memory, and claim that memory for this start.
 
     Raises:
         StorageError: shared memory of a host cannot be written; on all ranks.
@@ -565,9 +565,9 @@ def find_memory_checkpoint(config: RunConfig, run: Run) -> InMemoryCheckpoint | 
 
 
 def keep_only(config: RunConfig, run: Run, found: InMemoryCheckpoint | None) -> None:
-    """Remove from this host's memory all but the step that the run goes on from; None: nothing stays.
+    """Remove from this host's memory all steps but the one that the run goes on from; None: no step stays.
 
-    Other hosts may hold more: from now on that does not count.
+    Snapshots of other hosts that hold more do not count from now on.
     """
     folder = memory_folder(run.events.origin.run)
     place = find_place(CheckpointGroup("node_local", run.host_group))
@@ -593,7 +593,7 @@ def remove_step(run: Run, found: InMemoryCheckpoint) -> None:
 
 
 def mark_memory(folder: Path, step: int) -> None:
-    """Note that an audit has agreed after a step; where that fails, a restart after corruption takes the disk."""
+    """Mark snapshots up to a step as verified by an audit; if that fails, a restart after corruption reads the disk."""
     if is_own_folder(folder):
         try:
             mark_verified_up_to(folder, step)

@@ -76,17 +76,17 @@ def resume(
     the configuration since the checkpoint are refused, or applied from the next step on and reported.
 
     Args:
-        run: at step 0; on return at the step that was loaded.
+        run: the run at step 0; on return it is at the step that was loaded.
         agree: called with the step of the checkpoint found, 0 for none; returns None, or the newest step to search
             again; None: no agreement needed.
-        study: that the run is a replica of; None: none.
+        study: section of the study that the run is a replica of; None: the run is not of a study.
 
     Returns:
         States of the hooks by their names, for hooks that are not built yet; empty at step 0.
 
     Raises:
-        CheckpointError: none is usable, one is of another model, layout or configuration, or the configuration demands
-            what is not there.
+        CheckpointError: no checkpoint is usable, one is of another model, layout or configuration, or the configuration
+            demands a checkpoint that is not there.
 
     Collective: all ranks of the world.
     """
@@ -125,11 +125,11 @@ def resume(
 def _find_on_disk(
     config: RunConfig, run: Run, agree: Callable[[int], int | None] | None, has_other: bool, *, verify: bool
 ) -> tuple[SelectedCheckpoint | None, NoneUsableError | None]:
-    """The newest usable checkpoint of the folder, or why those that are there cannot be used.
+    """The newest usable checkpoint of the folder, or the error why those that are there cannot be used.
 
     Args:
-        has_other: the run can go on without one.
-        verify: compare checksums.
+        has_other: whether the run can go on without a checkpoint on the disk.
+        verify: whether files are compared with their checksums.
     """
     section = config.megasdc.checkpoint
     folder, ranks = checkpoint_folder(config), CheckpointGroup(section.storage, run.host_group, run.events)
@@ -161,7 +161,7 @@ def _find_on_disk(
 
 
 def _put_together(run: Run, held: InMemoryCheckpoint) -> SelectedCheckpoint | None:
-    """What the hosts hold of a step, as a checkpoint; None: that is not possible, which is reported."""
+    """Put a step together from the memory of the hosts, as a checkpoint; None: not possible, which is reported."""
     local = CheckpointGroup("node_local", run.host_group, run.events)
     try:
         groups = grouped_parameters(run.engine.optimizer)
@@ -177,7 +177,7 @@ def _put_together(run: Run, held: InMemoryCheckpoint) -> SelectedCheckpoint | No
 
 
 def _refuse_wrong_place(run: Run, chosen: SelectedCheckpoint) -> None:
-    """Raise a CheckpointError on all ranks where some host holds places in the data that do not follow."""
+    """Raise a CheckpointError on all ranks where some host's places in the data do not follow from the steps."""
     try:
         wrong = find_wrong_place(read_shared_state(chosen.path))
     except CheckpointError as error:
@@ -194,10 +194,10 @@ def _resume_from_memory(
     on_disk: SelectedCheckpoint | NoneUsableError | None,
     study: StudySection | None,
 ) -> dict[str, Any]:
-    """Go on from what the hosts hold in memory; returns states of the hooks by their names.
+    """Go on from a step in the memory of the hosts; returns states of the hooks by their names.
 
     Raises:
-        LoadedInPartError: it cannot be loaded, and is removed, so that the next start does not meet it again.
+        LoadedInPartError: the step cannot be loaded, and is removed, so that the next start does not meet it again.
     """
     folder = checkpoint_folder(config)
     local = CheckpointGroup("node_local", run.host_group, run.events)
@@ -231,7 +231,7 @@ def _load(
     """Load a checkpoint and restore everything besides the engine; returns states of the hooks by their names.
 
     Args:
-        leave: called once it is loaded.
+        leave: called once the checkpoint is loaded, to quarantine others.
     """
     if found.manifest.layout != Layout.of(run.dims):
         hooks = load_other_layout(run, config, found, leave)
@@ -273,11 +273,11 @@ def load_other_layout(
 ) -> dict[str, Any]:
     """Go on from a checkpoint of another layout; returns states of the hooks by their names.
 
-    Each rank reads what it needs of the files. What is carried over is what ``start_from_universal`` does.
+    Each rank reads what it needs of the files. The same state is carried over as by ``start_from_universal``.
 
     Args:
-        found: the files that this rank needs are on its host.
-        leave: called once it is loaded.
+        found: the checkpoint; the files that this rank needs must be on its host.
+        leave: called once the checkpoint is loaded, to quarantine others.
 
     Raises:
         CheckpointError: it is of another model, or cannot be read; on all ranks.
@@ -343,7 +343,7 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Source:
-    """What a run goes on from.
+    """Checkpoint of any layout from which a run goes on.
 
     Args:
         state: shared state of the checkpoint.
@@ -358,7 +358,7 @@ class _Source:
 
 
 def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str] = ()) -> dict[str, Any]:
-    """Carry over everything, except what is named in ``without``; returns states of the hooks by their names."""
+    """Carry over everything but the parts named in ``without``; returns states of the hooks by their names."""
     dims, state = run.dims, source.state
     changed = ChangedSettings(run.engine, config, None)
     problem = changed.problem_of(state, source.layout.data)
@@ -389,7 +389,7 @@ def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str
 
 
 def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
-    """Event and log lines of rank 0."""
+    """Write the event and log lines of a start from a universal checkpoint; call on rank 0."""
     manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
     batch, saved_batch = run.engine.samples_per_step, found.shared_state["config"].get("train_batch_size")
     run.events.emit(
@@ -433,7 +433,7 @@ def restore_counters(run: Run, state: dict[str, Any]) -> None:
 
 
 def _uncounted(run: Run, state: dict[str, Any]) -> int:
-    """Samples that were given up; where an earlier version saved, which does not say it, the places are believed."""
+    """Number of samples that were given up; from the places in the data, where an earlier version saved without it."""
     known = state.get("uncounted_samples")
     if known is None:
         known = uncounted_samples(state)
@@ -456,7 +456,7 @@ def check_skipped_samples(saved: dict[str, Any], config: RunConfig) -> None:
         saved: shared state of the checkpoint.
 
     Raises:
-        CheckpointError: some have.
+        CheckpointError: some ranges have changed.
     """
     then, now = saved["config"]["megasdc"]["data"].get("skip", []), config.megasdc.data.skip
     end = stream_end(saved["loader"])
@@ -482,7 +482,7 @@ def log_other_versions(run: Run, saved: dict[str, str]) -> None:
 
 
 def log_quantized(run: Run, bits: int | None) -> None:
-    """Warn that the optimizer's moments are not those that were saved; None: they are."""
+    """Warn that the optimizer's moments were quantized to ``bits`` since they were saved; None: they were not."""
     if bits is not None:
         run.events.emit("resume", "quantized_moments", step=run.step, bits=bits)
         logger.warning(
@@ -509,12 +509,12 @@ class ChangedSettings:
         self.changes: list[ChangedField] = []
 
     def check(self, saved: Mapping[str, Any], data: int, *, universal: bool = False) -> None:
-        """Find changes since the state ``saved`` for all ranks by ``data`` replicas; refuse those that are not allowed.
+        """Find changes since the shared state ``saved`` by ``data`` replicas; refuse those that are not allowed.
 
         ``universal``: a new run begins from a universal checkpoint.
 
         Raises:
-            CheckpointError: some are not allowed; all are named, with the remedy.
+            CheckpointError: some changes are not allowed; all of these are named, with the remedy.
         """
         file = dict(saved["config"])
         if self._in_study and saved.get("study") is not None:
@@ -527,7 +527,7 @@ class ChangedSettings:
         self.changes = changes
 
     def problem_of(self, saved: Mapping[str, Any], data: int) -> RankProblem | None:
-        """The changes that `check` refuses of a universal checkpoint; None: none."""
+        """Problem of the changes that `check` refuses for a universal checkpoint; None: it refuses none."""
         try:
             self.check(saved, data, universal=True)
         except CheckpointError as error:
