@@ -7,7 +7,7 @@ increments a counter in it. Whether a launch that left a record is still active:
 |---|---|
 | on this host, seen in /proc | a process with that id and start time lives |
 | on another host | its record changes within 30 s; clocks of two hosts are not compared |
-| the same, and its launch was seen to end | never: it is replaced, and learns that if it lives |
+| on another host, and its launch was seen to end | never: it is replaced, and notices that if it still lives |
 
 Only users who may write in the folder may lock the file (``open_lock_file``).
 On a file system without flock, or whose server keeps the lock of a lost host, the record alone decides.
@@ -39,22 +39,22 @@ from megasdc.common.origin import Origin, boot_id
 logger = logging.getLogger(__name__)
 
 ENDED_LAUNCHES_VARIABLE = "MEGASDC_ENDED_LAUNCHES"
-"""Ids, with commas, of launches of the run whose end its supervisor has seen."""
+"""Environment variable with the ids, separated by commas, of the run's launches whose end its supervisor has seen."""
 LOCK_FILE = ".launch.lock"
-"""Not ``.lock``, which a sweep holds in its folder and in that of a run that is a task of its own (array job)."""
+"""Name of the lock file; not ``.lock``, which a sweep locks in its folder and in that of a run in an array job."""
 RECORD_FILE = "lock.json"
 BEAT_S = 5.0
 STALE_S = 30.0
 SETTLE_S = 5.0
-"""How long the holder of the lock may take to write its record, or to end."""
+"""Seconds that the holder of the lock may take to write its record, or to end."""
 RACE_S = 2.0
-"""Without flock, our record counts once nobody has replaced it for so long."""
+"""Seconds after which, without flock, our record counts if nobody has replaced it."""
 UNFINISHED_S = 86_400.0
-"""A file that was begun so long ago, and has not got its name, is removed."""
+"""Seconds since its last write after which a file that still has a temporary name is removed."""
 LEARN_S = BEAT_S + RACE_S
-"""How long a launch that was replaced may take to learn that, and write meanwhile."""
+"""Seconds that a replaced launch may take to notice it; it may write meanwhile."""
 _ACL = "system.posix_acl_access"
-"""Rights of named users and groups, beside the mode (acl(5)): a version, then entries of a kind, rights and an id."""
+"""Extended attribute with the access list (acl(5)): a version, then entries of a kind, rights and an id each."""
 _ACL_HEAD, _ACL_ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
 _OWNER, _USER, _GROUP, _NAMED_GROUP, _MASK, _OTHERS, _NO_ID = 1, 2, 4, 8, 16, 32, 0xFFFFFFFF
 WITHOUT_FLOCK = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -67,16 +67,16 @@ class Holder:
     """The process that holds a folder for its launch; the fields are named as in the file.
 
     Args:
-        token: of one launch, the same on all its hosts.
-        launch_id: None without ``megasdc launch``.
-        host: its name.
-        boot_id: of the host's kernel; new at every boot.
-        pid_namespace: in which ``pid`` is valid.
+        token: random text of one launch, the same on all its hosts.
+        launch_id: id of the launch; None without ``megasdc launch``.
+        host: name of the host.
+        boot_id: id of the host kernel's boot; new at every boot.
+        pid_namespace: PID namespace in which ``pid`` is valid.
         pid: process id.
         process_start_ticks: clock ticks from boot to the start of the process, since process ids are reused.
-        since: seconds since the epoch, for display only.
-        beats: incremented while the process lives.
-        silent: another process watched the record for 30 s without a change.
+        since: time at which the folder was locked, in seconds since the epoch, for display only.
+        beats: counter that is incremented while the process lives.
+        silent: whether another process has watched the record for 30 s without a change.
     """
 
     token: str
@@ -92,24 +92,24 @@ class Holder:
 
     @classmethod
     def this_process(cls, token: str, launch_id: str | None) -> Holder:
-        """This process as a holder."""
+        """The record of this process."""
         start = start_ticks(os.getpid())
         assert start is not None, "this process lives"
         return cls(token, launch_id, *process_space(), os.getpid(), start, time.time())
 
     @property
     def is_here(self) -> bool:
-        """Whether this process could see it in /proc."""
+        """Whether the holder is on this host and in this PID namespace, so that /proc shows it if it lives."""
         return (self.host, self.boot_id, self.pid_namespace) == process_space()
 
     @property
     def lives_here(self) -> bool:
-        """Whether it runs on this host and in this PID namespace."""
+        """Whether the holder lives, on this host and in this PID namespace."""
         return self.is_here and start_ticks(self.pid) == self.process_start_ticks
 
     @property
     def may_live(self) -> bool:
-        """Whether it runs here, or is on another host and not marked silent."""
+        """Whether the holder lives here, or is on another host and not marked silent."""
         return self.lives_here if self.is_here else not self.silent
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class RunLock:
         holder: this process.
         file: the open lock file, with the kernel's lock where there is one.
         replaced: holder of a stale record that was replaced; None: there was none.
-        watched: nobody needs to wait until that holder has learned that.
+        watched: False if that holder was replaced without a wait for a sign of life, so that it may not know it yet.
     """
 
     def __init__(self, folder: Path, holder: Holder, file: IO[str], replaced: Holder | None, watched: bool) -> None:
@@ -143,7 +143,7 @@ class RunLock:
         threading.Thread(target=self._beat, daemon=True, name=f"lock of {folder}").start()
 
     def wait_until_alone(self) -> None:
-        """Wait until a holder that was replaced unwatched, and may live, writes nothing any more."""
+        """Wait until a replaced holder that may still live has noticed it, and writes nothing any more."""
         while (left := self._alone_at - time.monotonic()) > 0:
             time.sleep(left)
 
@@ -193,8 +193,8 @@ class LockedFolders:
 
     Attributes:
         folder: the launch's run folder; None: not known yet.
-        token: of the launch; None: it has not requested its folders yet.
-        origin: of this rank's events; without an id until the start is counted.
+        token: token of the launch; None: it has not requested its folders yet.
+        origin: origin of this rank's events; without an id until the start is counted.
     """
 
     def __init__(self) -> None:
@@ -214,12 +214,12 @@ class LockedFolders:
 
 
 def take_lock(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock:
-    """Lock a folder for a launch, and remove what processes that were killed within a write have left there.
+    """Lock a folder for a launch, and remove files that processes killed during a write have left there.
 
     Args:
-        folder: exists and is writable.
+        folder: the folder, which exists and is writable.
         holder: this process.
-        say: receives messages for the user.
+        say: function that gets messages for the user.
         ended: ids of launches whose holders on other hosts are not watched, but replaced.
 
     Returns:
@@ -255,9 +255,9 @@ def join_lock(folder: Path, holder: Holder, say: Say, ended: Collection[str] = (
     """Lock a folder unless a rank of this launch holds it: with node-local storage, each host has its own folder.
 
     Args:
-        folder: as for ``take``.
+        folder: as in ``take_lock``.
         holder: this process, with the token of the launch.
-        say, ended: as for ``take``.
+        say, ended: as in ``take_lock``.
 
     Returns:
         The lock; None where another rank of the launch has it.
@@ -284,8 +284,8 @@ def check_free(folder: Path, say: Say, ended: Collection[str] = ()) -> None:
     """Refuse a folder in which a launch is active; takes no lock.
 
     Args:
-        folder: need not exist.
-        say, ended: as for ``take``.
+        folder: the folder, which need not exist.
+        say, ended: as in ``take_lock``.
 
     Raises:
         LaunchError: another launch is active there.
@@ -303,12 +303,12 @@ def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]
     """Prevent launches from starting in a folder while this process writes there.
 
     Args:
-        folder: exists.
-        token: of this process's launch, which may hold the folder; None: it holds none.
-        say: receives a message where another launch is active.
+        folder: the folder, which exists.
+        token: token of this process's launch, which may hold the folder; None: it holds none.
+        say: function that gets a message if another launch is active.
 
     Yields:
-        False: another launch is active there, and nothing may be written.
+        Whether this process may write there; False: another launch is active.
 
     Raises:
         OSError: the folder cannot be written.
@@ -323,9 +323,9 @@ def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]
 
 
 def _lock_shared(folder: Path, file: IO[str]) -> tuple[bool, Holder | None]:
-    """Take a shared lock, waiting for a holder without a live record; False: a launch holds it. True without flock.
+    """Take a shared lock, waiting briefly for a holder that has no live record.
 
-    The record is the one that was there at that moment: a holder may release the folder in the next.
+    Returns whether no launch holds the lock (True without flock), and the holder's record at that moment.
     """
     end = time.monotonic() + SETTLE_S
     while True:
@@ -345,7 +345,7 @@ def _lock_shared(folder: Path, file: IO[str]) -> tuple[bool, Holder | None]:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """The holder recorded in a folder; None: there is no valid record."""
+    """Holder recorded in a folder; None: there is no valid record."""
     try:
         return Holder(**parse_json((folder / RECORD_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -361,7 +361,7 @@ def in_use(folder: Path, holder: Holder) -> LaunchError:
 
 
 def _is_replaced(found: Holder | None, ended: Collection[str]) -> bool:
-    """Whether a holder is on another host, and of a launch that is known to have ended."""
+    """Whether a holder is on another host and its launch is known to have ended."""
     return found is not None and not found.is_here and not found.silent and found.launch_id in ended
 
 
@@ -384,11 +384,10 @@ def _living(folder: Path, found: Holder | None, say: Say, ended: Collection[str]
 
 
 def open_lock_file(path: Path) -> IO[str]:
-    """Open a file that is locked with flock, made where it is absent, so that only who may write beside it can do so.
+    """Open a file for flock, created if absent, that only users who may write in its folder can lock.
 
-    Whoever may read a file may lock it. So nobody may read this one who may not write in its folder; where a group, or
-    whom the folder's access list names, may, they may read and write the file too, whatever the umask: they can start
-    what the file guards.
+    Whoever may read a file may lock it. So the file is readable and writable for exactly those who may write in its
+    folder, by its mode or access list and whatever the umask: they can start what the lock guards.
 
     Raises:
         OSError: it cannot be opened.
@@ -407,10 +406,10 @@ def open_lock_file(path: Path) -> IO[str]:
 
 
 def writers_may_lock_beside(path: Path) -> bool:
-    """Whether all who may write a file, by its mode, may also lock a file beside it, which ``open_lock_file`` opens.
+    """Whether all who may write a file, by its mode, may also lock a file of ``open_lock_file`` in the same folder.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: the file or its folder cannot be inspected.
     """
     seen, folder = path.stat(), path.parent.stat()
     owner_may = seen.st_uid == folder.st_uid or bool(folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
@@ -419,7 +418,7 @@ def writers_may_lock_beside(path: Path) -> bool:
 
 
 def _let_writers_lock(file: int, folder: Path) -> None:
-    """Give a lock file of this user's the rights that its folder has; where the system refuses, it is still locked."""
+    """Give this user's lock file the rights of its folder; if the system refuses, it keeps its own."""
     above = folder.stat()
     if above.st_mode & stat.S_IWGRP and os.fstat(file).st_gid != above.st_gid:
         with contextlib.suppress(OSError):  # this user need be no member of that group
@@ -440,7 +439,7 @@ def _lock_mode(folder: os.stat_result, group: int) -> int:
 
 
 def _acl(of: Path | int) -> bytes | None:
-    """Access list of a file or a folder; None: its mode says all, or the file system has none."""
+    """Access list of a file or a folder; None: it has only a mode, or the file system has no access lists."""
     try:
         return os.getxattr(of, _ACL)
     except OSError:
@@ -448,12 +447,12 @@ def _acl(of: Path | int) -> bytes | None:
 
 
 def _lock_acl(folder: bytes, above: os.stat_result, owner: int) -> bytes:
-    """Access list of a lock file: who may write in the folder may read and write it, and nobody else.
+    """Access list of a lock file that exactly those who may write in its folder may read and write.
 
     Args:
         folder: access list of the folder.
-        above: whose owner and group are named in it, where they are others than the file's.
-        owner: of the file.
+        above: status of the folder, whose owner and group get entries of their own if they are not the file's.
+        owner: user id of the file's owner.
     """
     entries = list(_ACL_ENTRY.iter_unpack(folder[_ACL_HEAD.size :]))
     mask = next((rights for kind, rights, _ in entries if kind == _MASK), 7)
@@ -472,10 +471,10 @@ def _lock_acl(folder: bytes, above: os.stat_result, owner: int) -> bytes:
 
 
 def _is_held_by_readers(folder: Path, file: IO[str]) -> bool:
-    """Whether all who hold a lock are users who may not write in its folder, as those of earlier versions let them.
+    """Whether all holders of a lock are users who may not write in its folder; lock files of old versions let them.
 
-    False where the system does not show that: a holder is on another host, in another PID namespace, or may be one of
-    those whom the folder's access list names.
+    False where the system does not show it: a holder is on another host, in another PID namespace, or may be one of the
+    users in the folder's access list.
     """
     try:
         seen = os.fstat(file.fileno())
@@ -488,10 +487,10 @@ def _is_held_by_readers(folder: Path, file: IO[str]) -> bool:
 
 
 def _may_write(pid: str, folder: Path) -> bool:
-    """Whether the user who has started a process, whatever that runs as, may perhaps write in a folder.
+    """Whether the user who started a process (its real user id) may be allowed to write in a folder.
 
     Raises:
-        OSError, ValueError, LookupError: it has ended, or the system tells it otherwise.
+        OSError, ValueError, LookupError: the process has ended, or /proc has another format.
     """
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     status = dict(line.partition(":")[::2] for line in text.splitlines())
@@ -503,9 +502,10 @@ def _may_write(pid: str, folder: Path) -> bool:
 
 
 def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
-    """Take the lock. True: done; None: no flock; False: another host has it, perhaps a lost one; this host's raises.
+    """Take the lock; raises a LaunchError if a process of this host holds it.
 
-    False too where whoever has it has left no record, and is not allowed to.
+    Returns True: the lock is taken; None: the file system has no flock; False: another host holds it, perhaps a lost
+    one, or a user who may not write in the folder and left no record.
     """
     end = time.monotonic() + SETTLE_S
     while True:
@@ -537,7 +537,7 @@ def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
 
 
 def _replace_lock_file(folder: Path, old: IO[str]) -> IO[str]:
-    """Replace a lock file whose lock a lost host keeps, or a user who should not have it, by a new, locked one."""
+    """Replace a lock file that a lost host, or a user without the right to it, keeps locked by a new, locked one."""
     path = folder / f"{TEMPORARY_PREFIX}{LOCK_FILE}.{secrets.token_hex(16)}"
     file = open_lock_file(path)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -551,12 +551,12 @@ def _write(folder: Path, holder: Holder) -> None:
 
 
 def process_space() -> tuple[str, str, str]:
-    """Host name, boot id and PID namespace: the space in which a process id is valid."""
+    """Host name, boot id and PID namespace, within which a process id is valid."""
     return socket.gethostname(), boot_id(), os.readlink("/proc/self/ns/pid")
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks after boot; None where none lives with this id (proc_pid_stat(5))."""
+    """Start time of a process in clock ticks after boot; None: no process with this id lives (proc_pid_stat(5))."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which samples each replica takes: its position in the stream, those of a step, and where it resumes.
+"""Distribution of samples to replicas: their positions in the stream, the samples of a step, and positions at a resume.
 
 The samples of a stream have an order; its element k * dp_size + r is sample k of replica r. At first the order is the
 stream itself. When the number of replicas changes, it becomes the unconsumed samples: first the positions that some
@@ -22,7 +22,7 @@ from megasdc.common.errors import CheckpointError
 class Order:
     """Order in which positions of a stream are distributed to replicas: ``left_over``, then those from ``start`` on.
 
-    ``together``: elements in a row that one replica gets: 1, or the samples of a micro-batch.
+    ``together``: number of successive elements that one replica gets: 1, or the samples of a micro-batch.
     """
 
     left_over: tuple[int, ...] = ()
@@ -36,27 +36,27 @@ class Order:
 
     @property
     def before(self) -> int:
-        """Samples that were consumed before there was this order."""
+        """Number of samples that were consumed before this order began."""
         return self.start - len(self.left_over)
 
     def index(self, sample: int, replica: int, replicas: int) -> int:
-        """The element that is a sample of a replica; both from 0 on."""
+        """Index in the order of a replica's sample; ``sample`` and ``replica`` count from 0."""
         round_, place = divmod(sample, self.together)
         return (round_ * replicas + replica) * self.together + place
 
     def sample(self, index: int, replicas: int) -> tuple[int, int]:
-        """The replica that gets an element, and which of its samples that is."""
+        """Replica that gets an element of the order, and the number of that sample in the replica, from 0."""
         turn, place = divmod(index, self.together)
         round_, replica = divmod(turn, replicas)
         return replica, round_ * self.together + place
 
     def to_json(self) -> dict[str, Any]:
-        """As in a checkpoint."""
+        """The order as JSON-compatible values, as in a checkpoint."""
         return {"left_over": list(self.left_over), "start": self.start, "together": self.together}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Order:
-        """The order in a checkpoint; those of before have no ``together``."""
+        """The order in a checkpoint; earlier versions saved no ``together``, which was 1."""
         return cls(tuple(saved["left_over"]), saved["start"], saved.get("together", 1))
 
 
@@ -65,7 +65,8 @@ class Position:
     """Position of one replica.
 
     Args:
-        consumed: samples of the order consumed, including skipped ones.
+        consumed: number of the replica's samples of the order that it has consumed, including skipped ones.
+        order: order in which samples are distributed.
         again: skipped positions that it uses before their epoch ends, ascending.
     """
 
@@ -83,9 +84,11 @@ class Position:
         """The next samples, and the position after them.
 
         Args:
-            count: of samples.
+            count: number of samples.
+            dp_rank: number of this replica.
+            dp_size: number of replicas.
             epoch: samples per epoch; needed if ``again`` is not empty.
-            skip: positions of the stream that are never taken.
+            skip: positions of the stream that are never used.
 
         Returns:
             Positions in the stream, [count], and the new position.
@@ -116,16 +119,18 @@ class Position:
         """The position after skipping the next samples.
 
         Args:
-            count: of samples.
+            count: number of samples.
+            dp_rank: number of this replica.
+            dp_size: number of replicas.
             epoch: samples per epoch; if given, the samples are used before their epoch ends.
-            skip: positions of the stream that are never taken.
+            skip: positions of the stream that are never used.
         """
         positions, after = self.take(count, dp_rank, dp_size, epoch, skip)
         again = after.again if epoch is None else tuple(sorted((*after.again, *positions)))
         return Position(after.consumed, self.order, again)
 
     def end_after(self, count: int, dp_size: int) -> int:
-        """Length of the stream with which every replica at this position can take ``count`` more samples."""
+        """Least length of the stream with which every replica can take ``count`` more samples from this position."""
         samples = self.consumed + count
         return self.order[self.order.index(samples - 1, dp_size - 1, dp_size)] + 1 if samples else 0
 
@@ -140,7 +145,7 @@ def merge_positions(states: Sequence[Mapping[str, Any]], partial: bool = False) 
     Args:
         states: one `MicroBatchLoader.state_dict` per replica, in any order; a replica may occur again with the same
             state.
-        partial: allow replicas to be missing.
+        partial: whether replicas may be missing.
 
     Returns:
         ``{"dp_size", "stream", "order", "consumed": {"0": n0, ...}, "again": {"0": [...], ...}}``, JSON-compatible.
@@ -179,11 +184,11 @@ def position_for(
     skipped samples to be used again are redistributed.
 
     Args:
-        merged: from `merge_positions`.
-        dp_rank: the replica that resumes.
+        merged: result of `merge_positions`.
+        dp_rank: number of the replica that resumes.
         dp_size: number of replicas now.
-        stream: if given, must be the stream of the positions.
-        together: of the order in which replicas get samples now.
+        stream: stream whose ``identity`` must be that of the positions; None: not checked.
+        together: number of successive elements that one replica gets now, see `Order`.
 
     Raises:
         CheckpointError: the position is of another stream, or replicas are missing.
@@ -214,7 +219,7 @@ def stream_end(merged: Mapping[str, Any]) -> int:
     """Position of the stream after the last one that any replica has consumed.
 
     Args:
-        merged: from `merge_positions`.
+        merged: result of `merge_positions`.
     """
     order, size = Order.from_json(merged["order"]), merged["dp_size"]
     last = [order[order.index(count - 1, int(rank), size)] for rank, count in merged["consumed"].items() if count]
@@ -222,11 +227,11 @@ def stream_end(merged: Mapping[str, Any]) -> int:
 
 
 def num_passed(merged: Mapping[str, Any], skip: Sequence[range] = ()) -> int:
-    """Samples of the stream that all replicas are past, without those that are to be used again.
+    """Number of samples that all replicas together have consumed, without those that are to be used again.
 
     Args:
-        merged: from `merge_positions`, of all replicas.
-        skip: positions of the stream that are never taken, and not counted.
+        merged: result of `merge_positions` for all replicas.
+        skip: positions of the stream that are never used, and not counted.
     """
     order, size, consumed = Order.from_json(merged["order"]), merged["dp_size"], merged["consumed"]
     left_over, end = {position: index for index, position in enumerate(order.left_over)}, stream_end(merged)
@@ -254,16 +259,16 @@ def _rest(order: Order, consumed: Sequence[int]) -> Order:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What decides which samples a step takes.
+    """Micro-batches of a step and its rules for dropped ones, which decide which samples the step uses.
 
     Args:
         size: samples b of a micro-batch.
-        planned: micro-batches of each replica.
-        completed: micro-batches that each replica started, [replica]; the others were dropped.
+        planned: number of micro-batches of each replica.
+        completed: number of micro-batches that each replica started, [replica]; the others were dropped.
         source: replica whose first micro-batch all replicas compute; None: each computes its own.
-        given_up: samples of dropped micro-batches do not come in the next step.
-        again: but once more before their epoch ends.
-        skip: positions of the stream that are never taken.
+        given_up: whether samples of dropped micro-batches are skipped; otherwise they come in the next step.
+        again: whether skipped samples are used before their epoch ends; otherwise they never are.
+        skip: positions of the stream that are never used.
     """
 
     size: int
@@ -275,7 +280,7 @@ class StepWork:
     skip: tuple[range, ...] = ()
 
     def own(self, replica: int, micro_batches: int) -> int:
-        """Samples of its own in the first micro-batches of a replica: without those of another replica."""
+        """Number of a replica's own samples in its first micro-batches, without those of a shared one of another."""
         shared = self.source is not None and self.source != replica
         return (micro_batches - shared) * self.size
 
@@ -295,7 +300,7 @@ def advance(before: Sequence[Position], work: StepWork, epoch: int | None) -> li
 def planned_positions(before: Sequence[Position], work: StepWork, epoch: int | None) -> list[list[list[int]]]:
     """Positions in the stream of all samples that a step plans, [replica][micro-batch][b].
 
-    Those of micro-batches that were dropped are included.
+    Dropped micro-batches are included.
     """
     num_replicas, size, skip = len(before), work.size, work.skip
     shared = [] if work.source is None else before[work.source].take(size, work.source, num_replicas, epoch, skip)[0]
@@ -309,12 +314,12 @@ def planned_positions(before: Sequence[Position], work: StepWork, epoch: int | N
 
 @dataclass(frozen=True)
 class UnevenSplit:
-    """Who takes which micro-batches of a step.
+    """Distribution of the micro-batches of steps to replicas, whole and in turn.
 
     Args:
-        micro_batches: M of a step, over all replicas.
-        replicas: N.
-        before: micro-batches that were taken before the replicas began to deal: those of another number of replicas.
+        micro_batches: number M of micro-batches of a step, over all replicas.
+        replicas: number N of replicas.
+        before: number of micro-batches that were consumed before this distribution began, with another N.
     """
 
     micro_batches: int
@@ -322,20 +327,21 @@ class UnevenSplit:
     before: int = 0
 
     def count(self, step: int, replica: int) -> int:
-        """How many micro-batches a replica takes in a step, the first of which is 1."""
+        """Number of micro-batches of a replica in a step; the first step is 1."""
         return len(range(self._lead(step, replica), self.micro_batches, self.replicas))
 
     def place(self, step: int, replica: int, micro_batch: int) -> int:
-        """Which of the step's micro-batches is the replica's own ``micro_batch``; both from 0 on."""
+        """Number in the whole step of a replica's ``micro_batch``; both count from 0."""
         return self._lead(step, replica) + micro_batch * self.replicas
 
     def end(self, step: int, replica: int, taken: int) -> int:
-        """How many micro-batches replicas have passed that are as far as this one.
+        """Number of micro-batches that all replicas have consumed, if they are as far as this one.
 
         Args:
-            step: the last one.
-            taken: micro-batches that the replica itself has taken; fewer than were its own where it computed another
-                replica's, more where it passed some over.
+            step: the last step.
+            replica: number of this replica.
+            taken: number of micro-batches that this replica has consumed; fewer than were dealt to it if it computed
+                another replica's, more if it skipped some.
         """
         dealt = step * self.micro_batches - self.before
         return dealt - self.replicas * (len(range(replica, dealt, self.replicas)) - taken)
