@@ -1,4 +1,4 @@
-"""What submodules keep besides the values of parameters: buffers, counters, caches, lists, objects, random generators.
+"""State of submodules besides the values of parameters: buffers, counters, caches, lists, objects, random generators.
 
 All of it is noted before a batch is computed beside training, and put back afterwards: the same objects, with the
 contents that they had. What was not changed is not written to.
@@ -25,25 +25,25 @@ from torch import Tensor, nn
 from megasdc.tensors.bits import as_bits
 
 MOST = 1 << 20
-"""Most objects that are looked at."""
+"""Largest number of objects that are noted."""
 OF_HOOKS = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_non_persistent_buffers_set"}
 """Attributes of any submodule that forward passes do not change, hooks above all, which are attached meanwhile."""
 NOT_OURS = ("torch", "deepspeed", "accelerate", "threading", "logging", "concurrent", "multiprocessing", "queue")
 """Packages whose objects, other than submodules, belong to the training around the model."""
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Thread, threading.Condition, threading.Event)
-"""What is in objects that other threads change, too: these are left alone."""
+"""Types of attributes that mark an object as shared with other threads: it is left alone."""
 PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type, Enum)
 CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, property, partial)
 _ABSENT = object()
 
 
 class NotKept(RuntimeError):
-    """A submodule uses what cannot be put back."""
+    """A submodule uses an object that cannot be put back."""
 
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Inside, a model may be computed; then everything that its submodules keep is as it was.
+    """Context in which a model may be computed; at its end all state of the submodules is as it was.
 
     Raises:
         NotKept: inside, where a submodule uses a generator of Python, which cannot be put back.
@@ -58,7 +58,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 class _Untouchable:
-    """In the place of what cannot be put back; whatever is done with it raises."""
+    """Stand-in for an object that cannot be put back; any use of it raises ``NotKept``."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -74,7 +74,7 @@ class _Untouchable:
 
 
 class _Kept:
-    """Notes what a model's submodules keep, each object once."""
+    """Copy of the state of a model's submodules, each object once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: dict[int, Any] = {}
@@ -93,7 +93,7 @@ class _Kept:
             self._note(*self._waiting.popleft())
 
     def put_back(self) -> None:
-        """Give everything its contents again; what fails keeps nothing else from it."""
+        """Give every object its contents again; an error with one is raised after all others are put back."""
         errors = []
         with torch.no_grad():
             for undo in self._undo:
@@ -105,7 +105,7 @@ class _Kept:
             raise errors[0]
 
     def _later(self, where: str, value: Any) -> Any:
-        """Note a value later; what is put into its place when it is put back: itself, but for iterators."""
+        """Queue a value to be noted; returns the value to put back in its place: itself, or an iterator's copy."""
         if isinstance(value, (*PLAIN, *CODE)):
             return value
         if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
@@ -114,7 +114,7 @@ class _Kept:
         return value
 
     def _back(self, value: Any) -> Any:
-        """What is put back for a value that was noted: an iterator that was not moved on stays, others may have it."""
+        """Value that is put back for a noted one: an iterator that was not moved on stays, since others may hold it."""
         original = self._originals.get(id(value), value)
         return value if original is not value and _moved(original, value) else original
 
@@ -176,7 +176,7 @@ class _Kept:
         self._undo.append(undo)
 
     def _class(self, kind: type) -> None:
-        """Attributes of a class that are values."""
+        """Note the attributes of a class that are values."""
         kept = {name: self._later(kind.__qualname__, value) for name, value in _values_of(kind).items()}
 
         def undo() -> None:
@@ -265,7 +265,7 @@ class _Kept:
         self._undo.append(undo)
 
     def _iterator(self, value: Any) -> Any:
-        """A copy of it, where there can be one: it is put in the place of one that was moved on."""
+        """Copy of an iterator, to put in its place if it is moved on; the iterator itself where it cannot be copied."""
         if isinstance(value, types.GeneratorType) or id(value) in self._copies:
             return self._copies.get(id(value), value)
         self._seen[id(value)] = value
@@ -280,7 +280,7 @@ class _Kept:
 
 
 def _state_of(value: Any) -> Callable[[], object] | None:
-    """Gives a random generator or an array its state of now; None: it is neither."""
+    """Function that gives a random generator or an array its present state again; None: the value is neither."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -322,7 +322,7 @@ def _has(slot: Any, value: Any) -> bool:
 
 
 def _moved(iterator: Any, before: Any) -> bool:
-    """Whether an iterator is not where its copy of before is."""
+    """Whether an iterator was moved on since its copy ``before`` was made."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -38,7 +38,7 @@ from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
 MOST_MOVES = 2
-"""A buffer that was written to before so many comparisons is none of these any more; a load of a checkpoint is one."""
+"""Number of comparisons that find a buffer written to, from which on it is not compared; a load counts as one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class BufferState:
     """A buffer of one rank.
 
     Args:
-        memory: what it is as an object, and how often operations have written to it.
+        memory: id of the object, address of its data, and its version, which counts writes.
+        checksum: checksum of its values.
     """
 
     memory: tuple[int, int, int | None]
@@ -54,12 +55,12 @@ class BufferState:
 
 
 class StillBuffers:
-    """Compares buffers with what they were when all replicas had them alike.
+    """Compares buffers with their values when these were equal on all replicas.
 
     Args:
-        gather: returns a value of each rank that holds the same parameters.
+        gather: gathers a value from each rank that holds the same parameters.
 
-    Collective: these ranks.
+    Collective: the ranks that hold the same parameters.
     Sync: waits for the device.
     """
 
@@ -72,18 +73,18 @@ class StillBuffers:
         self._keep_alike(gather({name: one.checksum for name, one in self._now.items()}))
 
     def look(self) -> tuple[int, bool]:
-        """A checksum of those that were alike, and whether this rank's have been written to since."""
+        """Checksum of the buffers that were equal on all replicas, and whether this rank has written to any since."""
         self._now = self._read()
         moved = any(one not in self._now or self._now[one].memory != self._before[one].memory for one in self._alike)
         return trace_digest(self.trace(0, self._alike)), moved
 
     def differing(self) -> list[str]:
-        """Those that differ between replicas though nothing has written to them, after a ``look``.
+        """Names of buffers that differ between replicas though nothing has written to them, after a ``look``.
 
-        What was written to on any rank is not counted: statistics of a batch norm. Nor is what has changed on more
-        ranks than have it as it was.
+        A buffer that any rank has written to is not counted, such as statistics of a batch norm. Nor is one that has
+        changed on more ranks than have it unchanged.
 
-        Collective: these ranks.
+        Collective: the ranks that hold the same parameters.
         """
         present = {name: one for name, one in self._now.items() if name in self._before}
         own = {name: (one.memory == self._before[name].memory, one.checksum) for name, one in present.items()}
@@ -105,7 +106,7 @@ class StillBuffers:
         return changed
 
     def trace(self, step: int, names: Collection[str], *, again: bool = False) -> Trace:
-        """Their checksums, addressed as of a step; ``again``: read once more."""
+        """Checksums of buffers, addressed as of a step; ``again``: whether they are read once more."""
         held = self._read() if again else self._now
         parts = [(name, *name.rpartition(".")[::2]) for name in names if name in held]
         addresses = [Address(step, None, PARAMETER, fqn or ROOT, f"buffer {slot}") for _, fqn, slot in parts]
@@ -138,14 +139,15 @@ def _version(tensor: Tensor) -> int | None:
 logger = logging.getLogger(__name__)
 
 CONTAINERS = nn.ModuleList, nn.ModuleDict
-"""Which compute nothing."""
+"""Classes of submodules that compute nothing."""
 
 
 def build_guard_referee(model: Any, probe: BatchReplayer, rank: int, group: dist.ProcessGroup | None) -> Referee:
-    """The referee of a model that a probe computes.
+    """The referee of a model that a replayer of batches computes.
 
     Args:
-        group: of all ranks, on the host.
+        probe: the replayer, which counts the uses of parameters.
+        group: host group of all ranks.
     """
     modules = dict(model.named_modules())
     hooked = {fqn for fqn, module in modules.items() if _has_hooks(module)}
@@ -159,14 +161,17 @@ def build_guard_referee(model: Any, probe: BatchReplayer, rank: int, group: dist
 def subject_of(
     modules: Mapping[str, nn.Module], hooked: Collection[str], uses: Callable[[str], int], fqn: str
 ) -> Subject | None:
-    """A submodule, as the referee judges it: by what it is known to compute, by its own code, and, where what it was
-    given differs already, by the code of what is around it, from the inside out.
+    """A submodule, as the referee judges it.
+
+    It is judged by what it is known to compute, then by its own code, and, where its inputs differ already, by the code
+    of the submodules around it, from the inside out.
 
     Args:
-        modules: of a model by full name; of itself: the empty one.
-        hooked: those that had hooks of their own when a guard was attached, and may compute something else than their
-            class: they are judged by their own code alone, which is not trusted where others agree on other results.
-        uses: of parameters, by full name: how many operations have used it.
+        modules: submodules of a model by full name; the model itself has the empty name.
+        hooked: names of submodules that had hooks of their own when a guard was attached, and may compute something
+            else than their class: they are judged by their own code alone, which is not trusted where others agree on
+            other results.
+        uses: returns the number of operations that have used a parameter, from its full name.
     """
     names = [] if fqn == ROOT else fqn.split(".")
     own = modules.get(".".join(names))
@@ -205,26 +210,25 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _shares(modules: Mapping[str, nn.Module], own: nn.Module) -> str | None:
-    """The name of the other submodule that has the weight of one; None: there is none, or there are several."""
+    """Name of the other submodule that shares a submodule's weight; None: there is none, or there are several."""
     weight = own._parameters.get("weight")
     found = [name for name, one in modules.items() if one is not own and one._parameters.get("weight") is weight]
     return found[0] if weight is not None and len(found) == 1 else None
 
 
 RESULTS, COPIES, BUFFERS, PLACE, NO_RECORDS, WRITTEN = "results", "copies", "buffers", "place", "no records", "written"
-"""Names in the agreement of an audit: what replicas are to have alike, whether results follow the place, or lack, and
-whether buffers were written to."""
+"""Names in the agreement of an audit: values that must be equal on all replicas (the first three), and flags: results
+changed with the place of elements, are missing, and buffers were written to."""
 
 
 @dataclass(frozen=True)
 class Audited:
-    """What an audit has computed on this rank, and how ranks compare.
+    """Results of an audit on this rank, and their comparison over all ranks.
 
     Args:
-        copies: what replicas hold alike.
+        copies: checksums of the state that replicas hold alike.
         moved: the batch with elements in other places; None: it was not computed so.
-        agreed: of results and copies, whether any rank's results changed when elements were moved, and whether any has
-            none.
+        agreed: comparison of results, copies and buffers over replicas, and flags that any rank has raised.
     """
 
     step: int
@@ -236,13 +240,13 @@ class Audited:
 
 
 class GuardAudit(Protection):
-    """Audits the first step, and every ``audit.interval``-th.
+    """Part of a guard that audits the first step, and every ``audit.interval``-th.
 
     Args:
         agreed: called with the step of each audit in which all ranks agree.
 
     Attributes:
-        count: audits that were made.
+        count: number of audits that were made.
     """
 
     def __init__(self, training: Training, agreed: Callable[[int], None]) -> None:
@@ -283,14 +287,14 @@ class GuardAudit(Protection):
         return found
 
     def close(self) -> None:
-        """Look at no further forward pass."""
+        """Remove the hook on forward passes."""
         self._probe.close()
 
     def before_step(self, step: int) -> Iterable[Finding]:
-        """Audit a step that is due; what is found, each settled once it is asked for.
+        """Audit a step that is due; returns findings, each of which is settled once the caller asks for it.
 
         Raises:
-            ConfigError: it cannot be computed; on all ranks.
+            ConfigError: the batch cannot be computed; on all ranks.
 
         Collective: all ranks of the world.
         """
@@ -314,18 +318,18 @@ class GuardAudit(Protection):
             self._tell("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
 
     def _source(self, step: int) -> int | None:
-        """The replica whose batch is audited in a step, another one each time; None: it is not audited."""
+        """Replica whose batch is audited in a step, another one each time; None: the step is not audited."""
         if step != self._first and step % self._interval:
             return None
         return step // self._interval % self._dims.data
 
     def _wanted(self) -> int | None:
-        """The step that runs, if this rank's batch is audited in it."""
+        """Number of the running step, if this rank's batch is audited in it; else None."""
         step = self._training.step
         return step if self._source(step) == self._dims.dp_rank else None
 
     def _compute(self, step: int, source: int) -> Audited:
-        """Compute the batch of a step of a replica, on all, and compare."""
+        """Compute one replica's batch of a step on all replicas, and compare the results."""
         dims, problem, own, batch = self._dims, None, Trace(), None
         copies, (buffers, moved_on) = read_copies(self._engine, self._algorithm, step), self._buffers.look()
         try:
@@ -346,10 +350,10 @@ class GuardAudit(Protection):
         return Audited(step, batch, own, copies, moved, agreed)
 
     def _written(self, copies: Trace, step: int) -> list[str] | None:
-        """That the model writes into its own parameters when it is computed, as the first audit finds on all replicas.
+        """Error message if the model writes into its own parameters when it is computed, on all replicas; None: no.
 
         Args:
-            copies: read before it was.
+            copies: checksums of the parameters before the model was computed.
 
         Collective: the ranks that hold the same parameters.
         """
@@ -365,7 +369,7 @@ class GuardAudit(Protection):
         ]
 
     def _settle(self, audited: Audited) -> Iterator[Finding]:
-        """What an audit has found, with rulings; nothing: all agrees."""
+        """Findings of an audit, with rulings; none if all agrees."""
         agreed = audited.agreed
         if agreed.differing[COPIES]:  # ranks with other parameters compute other results
             yield self._settle_copies(audited)
@@ -381,7 +385,7 @@ class GuardAudit(Protection):
             yield self._findings.of_replicas(work, self._comparable)
 
     def _move(self, batch: Batch, step: int) -> PermutedResult | None:
-        """The batch with elements in other places, where that is asked for."""
+        """Results of the batch with elements in other places; None: not asked for."""
         if (places := self._places) is None:
             return None
 
@@ -394,7 +398,7 @@ class GuardAudit(Protection):
         return PermutedResult(again(), again, lambda: places.learn(step, compute))
 
     def _settle_buffers(self, step: int) -> Iterator[Finding]:
-        """Buffers that differ though nothing has written to them; the results of the audit are of one replica's."""
+        """Findings of buffers that differ though nothing has written to them; audits use one replica's buffers."""
         names = self._buffers.differing()
         if all_names := sorted({name for of_rank in gather_objects(names, self._world) for name in of_rank}):
             self._tell("guard", "buffers_differ", step=step, buffers=all_names)
@@ -405,7 +409,7 @@ class GuardAudit(Protection):
         return self._settle_held(audited.copies, read_copies(self._engine, self._algorithm, audited.step))
 
     def _settle_held(self, held: Trace, again: Trace) -> Finding:
-        """Rule on what replicas hold alike; ``again``: read once more."""
+        """Rule on state that replicas hold alike; ``again``: its checksums, read once more."""
         found, repeated = (gather_traces(one, self._dims, self._world) for one in (held, again))
         rulings = judge_copies(found, repeated, self._dims)
         named = [one.rank for one in rulings if one.rank is not None]

@@ -34,10 +34,10 @@ class NonFiniteExit(NonFiniteError, SystemExit):
 
 
 def check_bounds(specs: Sequence[HookSpec], engine: Any) -> None:
-    """Refuse what a guard cannot bound.
+    """Refuse bounds that a guard cannot apply.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: some bounds cannot be applied; with every problem.
     """
     problems = [one.text for one in bound_problems(engine.config)] if specs else []
     for place, spec in enumerate(specs):
@@ -54,7 +54,7 @@ def check_bounds(specs: Sequence[HookSpec], engine: Any) -> None:
 
 
 class GuardBounds(Protection):
-    """Bounds the gradients of each step; made after ``check_bounds``."""
+    """Part of a guard that bounds the gradients of each step; made after ``check_bounds``."""
 
     def __init__(self, training: Training) -> None:
         engine, specs, dims = training.engine, training.settings.optimizer_hooks, training.dims
@@ -119,7 +119,7 @@ class GuardBounds(Protection):
         return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else 1.0
 
     def _explain(self) -> str:
-        """The place of NaN or Inf, as a sentence; all ranks call it together."""
+        """Sentence on the place of NaN or Inf in the gradient; all ranks call it together."""
         found = enumerate(gather_objects(self._bounds.first_non_finite(), self._group))
         rank, (_, parameter, nan, inf) = next((rank, one) for rank, one in found if one is not None)
         return f"the gradient of {parameter} has {nan} NaN and {inf} Inf in the shard of rank {rank}"

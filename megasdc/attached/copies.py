@@ -1,4 +1,4 @@
-"""What all replicas hold alike: parameters, and without ZeRO the states of the optimizer. Copies that differ."""
+"""Copies of state that all replicas hold alike: parameters, and without ZeRO the optimizer's state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def judge_copies(
     """Rule on copies that differ between replicas, relative to a strict majority of them.
 
     Args:
-        copies: by global rank; ``again``: read once more.
+        copies: traces of copies by global rank.
+        again: the same, read once more.
 
     Returns:
         A ruling for each rank that differs, at its first such copy, or where there is no majority one without a rank.

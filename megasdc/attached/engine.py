@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine must be for a guard, and where its ranks are in the layout."""
+"""Requirements of a guard on a DeepSpeed engine, and the place of its ranks in the layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TENSOR_SIZES = (
     "get_tensor_model_parallel_world_size",
     "get_model_parallel_world_size",
 )
-"""Methods of DeepSpeed's pipelines, and of Megatron's mpu, newer and older."""
+"""Names of methods that return the tensor size: of DeepSpeed's pipelines, and of Megatron's mpu, newer and older."""
 ZERO3 = "zero_optimization.stage: got 3; allowed: 0 to 2, whose ranks hold whole parameters that can be compared."
 COMPILED = (
     "engine: its model is compiled, so that its submodules cannot be observed; attach before torch.compile, and train "
@@ -33,10 +33,10 @@ COMPILED = (
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse what cannot be guarded.
+    """Refuse an engine that cannot be guarded.
 
     Raises:
-        ConfigError: with every reason.
+        ConfigError: the engine cannot be guarded; with every reason.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -64,10 +64,10 @@ def check_environment(device: str, whole: bool, environ: Mapping[str, str]) -> N
 
     Args:
         device: type of the engine's device.
-        whole: whether all of training is deterministic, its collectives too; else audits alone are, which have none.
+        whole: whether all of training is deterministic, with its collectives; else audits alone, which have none.
 
     Raises:
-        ConfigError: with every variable.
+        ConfigError: some variables are wrong; with every one of them.
     """
     needed = VARIABLES if whole else [one for one in VARIABLES if one.name.startswith("CUBLAS")]
     problems = [
@@ -81,7 +81,7 @@ def check_environment(device: str, whole: bool, environ: Mapping[str, str]) -> N
 
 
 def dims_of(engine: Any) -> ParallelDims:
-    """Sizes of the layout and this rank's place.
+    """Layout of an engine's ranks, with this rank's place.
 
     Raises:
         ConfigError: ranks are not numbered with tensor fastest, then data, then pipeline.
@@ -102,10 +102,10 @@ def dims_of(engine: Any) -> ParallelDims:
 
 
 def engine_precision(engine: Any) -> str:
-    """``fp32``, ``bf16`` or ``fp16``."""
+    """Precision of an engine: ``fp32``, ``bf16`` or ``fp16``."""
     return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
 
 
 def _is_compiled(module: Any) -> bool:
-    """Whether ``torch.compile`` or ``Module.compile`` was used on it."""
+    """Whether ``torch.compile`` or ``Module.compile`` was used on a module."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

@@ -62,25 +62,25 @@ from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.tensors.nested import map_in
 
 FORMAT, FIRST_FORMAT = "megasdc.guard_golden.v2", "megasdc.guard_golden.v1"
-"""What is written, and what is read as well: its batches are objects of these classes, by the names they had."""
+"""Format that is written, and the earlier one that is read, too, whose batches name classes as they were called."""
 _FIRST_NAMES = "megasdc.guard.probe.Batch", "megasdc.guard.probe.Sent"
 REMEDY = 'record one on trusted hardware, by this training with golden.record true (golden.path: "{path}")'
 LARGEST_LIST = 20
-"""Differences that a message names."""
+"""Largest number of differences that a message names."""
 _OF_MODEL = ("watched.", "submodule.", "parameter.")
-"""How names of a key begin of which there are many."""
+"""Prefixes of names in a key, of which a model has many."""
 _VOLATILE = ("transformers_version", "_name_or_path", "use_cache")
-"""Of a configuration of Hugging Face: has no part in what training computes."""
+"""Fields of a Hugging Face configuration that change nothing in what training computes."""
 
 
 @dataclass(frozen=True)
 class GoldenPart:
-    """What a file holds of a stage and tensor rank.
+    """Part of a golden file for one stage and tensor rank.
 
     Args:
-        key: of ``key_of``.
-        evaluated: submodules that were not in training mode.
-        trace: as of step 1.
+        key: properties that the file holds for, from ``key_of``.
+        evaluated: names of submodules that were not in training mode.
+        trace: results of the batch, addressed as of step 1.
     """
 
     key: Mapping[str, Any]
@@ -90,10 +90,10 @@ class GoldenPart:
 
 
 def key_of(model: nn.Module, watched: Sequence[Watched], **settings: Any) -> dict[str, Any]:
-    """All that may change a bit of what a model computes, in plain values by name.
+    """Properties that may change a bit of what a model computes, in plain values by name.
 
     Args:
-        settings: of the training.
+        settings: properties of the training.
     """
     kernels: dict[str, Any] = {"threads": torch.get_num_threads()}
     if torch.cuda.is_available():
@@ -132,14 +132,14 @@ def _size(parameter: nn.Parameter) -> str:
 
 
 Packed = tuple[dict[str, Any], bytes, bytes]
-"""A part as what the header has of it, its batch and its trace."""
+"""A part for a file: its fields in the header, and the bytes of its batch and of its trace."""
 
 
 def pack(part: GoldenPart) -> Packed:
-    """A part for a file.
+    """Pack a part for a file.
 
     Raises:
-        ConfigError: the batch holds other than tensors and plain values.
+        ConfigError: the batch holds objects other than tensors and plain values.
     """
 
     def whole(sent: SentTensor) -> SentTensor:
@@ -196,7 +196,7 @@ def save_parts(path: Path, algorithm: str, parts: Mapping[tuple[int, int], Packe
     """Write a file.
 
     Args:
-        parts: of ``pack``, by stage and tensor rank.
+        parts: packed parts, by (pp_rank, tp_rank).
 
     Raises:
         ConfigError: it exists.
@@ -224,10 +224,10 @@ def save_parts(path: Path, algorithm: str, parts: Mapping[tuple[int, int], Packe
 
 
 def load_golden_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> GoldenPart:
-    """Read what a file holds of this rank's stage and tensor rank.
+    """Read the part of a golden file for this rank's stage and tensor rank.
 
     Raises:
-        TraceError: the file is missing or damaged, or holds for something else, with every difference.
+        TraceError: the file is missing or damaged, or was recorded with another key, with every difference.
     """
     header = read_sealed_header(path, (FORMAT, FIRST_FORMAT), REMEDY.format(path=path))
     name = _name(dims.pp_rank, dims.tp_rank)
@@ -257,13 +257,13 @@ def _name(stage: int, tensor: int) -> str:
 NOISE = 0.02
 """Standard deviation of biases, and of other vectors around 1."""
 ZERO_MEAN = ("bias", "beta")
-"""How names of vectors end that are around 0."""
+"""Endings of names of vectors that are seeded around 0."""
 _CHUNK = 1 << 22
 _LOW = 0xFFFFFFFF
 
 
 def seed_problems(model: nn.Module) -> list[str]:
-    """Parameters that cannot be seeded, a sentence each."""
+    """Problems of parameters that cannot be seeded, a sentence each."""
     return [
         f"parameter {name} is of type {one.dtype}; needed: real floating point"
         for name, one in model.named_parameters()
@@ -273,7 +273,7 @@ def seed_problems(model: nn.Module) -> list[str]:
 
 @contextmanager
 def seeded_parameters(model: nn.Module, seed: int) -> Iterator[None]:
-    """Fill all parameters in a ``with`` block; then each has its own bits again.
+    """Context in which all parameters have seeded values; at its end each has its own bits again.
 
     Matrices have the variance 1 / inputs, so that results are neither tiny nor large whatever the sizes are.
     """
@@ -319,17 +319,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 STEP = 1
-"""As of which traces are recorded, whatever the step of training."""
+"""Step in the addresses of golden traces, whatever the step of training."""
 GAPS = ("results of submodules that sum over tensor ranks",)
-"""What a trace lacks: a tensor rank that differs may have received what differs."""
+"""Results that a trace lacks, so that a tensor rank that differs may have received what differs."""
 
 
 class GuardGolden(Protection):
-    """Records a golden trace, or verifies this training's ranks with one, before optimizer steps.
+    """Part of a guard that records a golden trace, or verifies this training's ranks with one, before optimizer steps.
 
     Raises:
         ConfigError: nothing can be recorded.
-        TraceError: the file is missing, damaged, or holds for another training; on all ranks.
+        TraceError: the file is missing, damaged, or of another training; on all ranks.
 
     Collective: all ranks of the world, ``before_step`` too.
     """
@@ -342,7 +342,7 @@ class GuardGolden(Protection):
         assert settings.golden.path is not None, "else there is nothing to do"
         self._path = Path(settings.golden.path)
         self._cells = ParallelDims(dims.tensor, 1, dims.data * dims.pipeline, dims.rank)
-        """Stages compute what they are given in the file, and nothing of one another: each is judged for itself."""
+        """Layout without stages, each of which is judged by itself, since it takes its inputs from the file."""
         self._first = True
         self._finite = FiniteRecorder()
         recorder = ResultRecorder(engine.module, training.watched, training.algorithm)
@@ -358,16 +358,16 @@ class GuardGolden(Protection):
             raise
 
     def close(self) -> None:
-        """Look at no further forward pass."""
+        """Remove the hook on forward passes."""
         self._probe.close()
 
     def before_step(self, step: int) -> Iterable[Finding]:
-        """Record or verify, if it is due.
+        """Record or verify the golden trace, if it is due; returns findings.
 
         Raises:
-            ConfigError: on all ranks, where the model cannot be computed so.
-            TraceError: likewise, where it computes other submodules than the file has.
-            StorageError: likewise, where the file cannot be written.
+            ConfigError: the model cannot be computed beside training; on all ranks.
+            TraceError: the model computes other submodules than the file has; on all ranks.
+            StorageError: the file cannot be written; on all ranks.
         """
         first, self._first = self._first, False
         if self._settings.record:
@@ -394,7 +394,7 @@ class GuardGolden(Protection):
         return None
 
     def _wanted(self) -> int | None:
-        """The step that runs, if this rank's batch is recorded in it."""
+        """Number of the running step, if this rank's batch is recorded in it; else None."""
         wanted = self._settings.record and self._first and self._dims.dp_rank == 0
         return self._training.step if wanted else None
 
@@ -423,7 +423,7 @@ class GuardGolden(Protection):
             logger.info("step %d: recorded %s; verify with golden.record false", step, self._path)
 
     def _gather_parts(self, packed: Packed | None) -> dict[tuple[int, int], Packed]:
-        """On rank 0 the parts of all stages and tensor ranks, elsewhere none."""
+        """Parts of all stages and tensor ranks, by (pp_rank, tp_rank), on rank 0; empty on other ranks."""
         gathered = gather_objects_on(0, packed, self._world)
         places = [(self._dims.at(rank), one) for rank, one in enumerate(gathered or ())]
         return {(place.pp_rank, place.tp_rank): one for place, one in places if one is not None}
@@ -484,7 +484,7 @@ class GuardGolden(Protection):
         return compare_run(wanted, got, self._cells)
 
     def _together(self, action: Callable[[], T]) -> T:
-        """What an action returns; an error on one rank is raised on all, so that none waits for it."""
+        """Result of an action; an error on one rank is raised on all, so that none waits for it."""
         found: list[T] = []
         problem: tuple[type[MegasdcError], str] | None = None
         try:

@@ -27,7 +27,7 @@ from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 from megasdc.tensors.nested import map_in, tensors_in
 
 ROOT = "model"
-"""Name of the whole model, of which submodules have none."""
+"""Name of the whole model in addresses; no submodule has it."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def choose_watched(model: nn.Module, patterns: Sequence[str] | None) -> list[Wat
     """The submodules of a model that are recorded, in the order of its definition.
 
     Args:
-        patterns: of names; None: submodules that have none inside, and those of attention, whose products no submodule
-            of their own computes.
+        patterns: patterns of names; None: submodules that hold no others, and those of attention, whose products no
+            submodule of their own computes.
     """
     named = [Watched(fqn, module) for fqn, module in model.named_modules() if fqn]
     if patterns is None:
@@ -63,11 +63,11 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def pattern_problems(settings: GuardSettings, submodules: Collection[str], parameters: Collection[str]) -> list[str]:
-    """Patterns of the settings that match none of the names of what a model has, on all stages; a sentence each.
+    """Problems of patterns in the settings that match no name in the model, on all stages; a sentence each.
 
     Args:
-        submodules: that compute something.
-        parameters: that are trained.
+        submodules: names of the submodules that compute something.
+        parameters: names of the parameters that are trained.
     """
     problems = _unmatched(
         *("audit.submodules", "submodule that computes something"), settings.audit.submodules or (), submodules
@@ -89,7 +89,7 @@ def _unmatched(path: str, what: str, patterns: Sequence[str], names: Collection[
 
 
 def closest_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """At most three names, of which some parts that follow one another are most like those of a pattern."""
+    """At most three names with consecutive parts that are most like those of a pattern."""
     parts = [part for part in pattern.split(".") if part.strip("*?[]!")]
     found: dict[str, str] = {}
     for name in names:
@@ -104,11 +104,11 @@ class ResultRecorder:
     """Records the results of submodules as a trace, while it is attached; it changes no bit of them.
 
     Args:
-        watched: submodules; results that are computed several times in a micro-batch are numbered.
-        algorithm: of checksums.
+        watched: submodules whose results are recorded, with a number if computed several times in a micro-batch.
+        algorithm: algorithm of checksums.
 
     Attributes:
-        listener: called with each address and result, also; None: nothing is.
+        listener: called with the address and the tensor of each result; None: not called.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ResultRecorder:
         self._times: Counter[tuple[Any, ...]] = Counter()
         self._step = 0
         self._micro_batch: int | None = None
-        """Of the forward pass that runs, or ran last; None: nothing is recorded."""
+        """Micro-batch of the running or last forward pass; None: nothing is recorded."""
         self._in_forward, self._backward = False, 0
         self._undo = ExitStack()
         self.listener: Callable[[Address, Tensor], None] | None = None
@@ -149,12 +149,12 @@ class ResultRecorder:
                 self._hold(parameter.register_hook(partial(self._add_gradient, name)))
 
     def detach(self) -> None:
-        """Remove every hook; what was recorded stays until ``take``."""
+        """Remove every hook; the recorded trace stays until ``take``."""
         self._undo.close()
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record one forward pass that is computed in a ``with`` block, as micro-batch 0 of a step."""
+        """Context in which one forward pass is recorded, as micro-batch 0 of a step."""
         self._begin(step)
         self._micro_batch, self._in_forward = 0, True
         try:
@@ -168,7 +168,7 @@ class ResultRecorder:
         self.add_outputs(outputs)
 
     def add_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Record the gradients of parameters, by name; None: there is none."""
+        """Record the gradients of parameters, by name; None: the parameter has no gradient."""
         for name, gradient in gradients.items():
             if gradient is not None:
                 self._add_gradient(name, gradient)
@@ -182,7 +182,7 @@ class ResultRecorder:
                 self._hold(tensor.register_hook(lambda _: self._begin_backward(micro_batch)))
 
     def take(self) -> Trace:
-        """The trace since it was attached.
+        """The trace of results since the recorder was attached.
 
         Sync: waits for the device once.
         """
@@ -219,7 +219,7 @@ class ResultRecorder:
         return hook
 
     def _tapped(self, one: Watched) -> Any:
-        """A hook that lets the gradients of a submodule's inputs be seen; not of one that writes into its inputs."""
+        """Hook that records gradients of a submodule's inputs, unless it writes into its inputs."""
         in_place = getattr(one.module, "inplace", False)
 
         def hook(_module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -254,5 +254,5 @@ class ResultRecorder:
 
 
 def slot_of(name: str, number: int) -> str:
-    """Name of one of several tensors."""
+    """Slot of the tensor of a number among several: the name, with the number from 1 on."""
     return name if number == 0 else f"{name}.{number}"
