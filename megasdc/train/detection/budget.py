@@ -71,9 +71,9 @@ PROBE_BYTES = 64 << 20
 _NOTHING = Reads(0, 0)
 _INT64_BYTES = 8
 _MOVES = 5
-"""Times that an element which is sent is read or written."""
+"""Number of times that a sent element is read or written."""
 _STATES = 3
-"""What the optimizer keeps of an element: master and both moments."""
+"""Number of values that the optimizer keeps of an element: master and both moments."""
 _ALL_PARAMETERS = "gemm"
 """Granularity whose submodules hold every parameter."""
 
@@ -83,8 +83,8 @@ class RankSpeed:
     """Measured speed of a rank.
 
     Args:
-        rates: at the operations of checks.
-        flop_per_s: of a matrix product; a step reaches less, so a cost share computed with it is an upper bound.
+        rates: rates at the operations of checks.
+        flop_per_s: FLOP/s of a matrix product; a step reaches less, so a cost share computed with it is an upper bound.
     """
 
     rates: Rates
@@ -93,17 +93,17 @@ class RankSpeed:
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """What a run's checks cover.
+    """Plan of a run's checks: what they cover, and when.
 
     Args:
-        cadence: which steps look at results; of the first steps, where it follows a budget.
-        lines: a description for each tier.
+        cadence: cadence of looks at results; that of the first steps, where it follows a budget.
+        lines: descriptions of the checks, one for each tier.
         budget: largest share of a step's time; None: the cadence is given.
-        expected: shares of a step; None: nothing was measured.
-        slices: of the optimizer, on the rank that has most; None: none are checked, or nothing was measured.
-        products: of linear layers, on the rank that has most; None: likewise.
-        sets: of blocks of the gradient, on the rank that has most; None: likewise.
-        whole: whether each step looks at all that it has, also where that becomes more or less.
+        expected: expected time of checks, as shares of a step; None: nothing was measured.
+        slices: number of slices of the optimizer, on the rank that has most; None: not checked, or not measured.
+        products: number of products of linear layers, on the rank that has most; None: likewise.
+        sets: number of sets of blocks of the gradient, on the rank that has most; None: likewise.
+        whole: whether each step looks at all its micro-batches, also where their number changes.
     """
 
     cadence: Cadence
@@ -140,7 +140,7 @@ def plan_checks(
 
     Args:
         vocab_size: entries of the tokenizer's vocabulary.
-        speed: of this rank; None: costs are not reported, and coverage "auto" is one micro-batch.
+        speed: speed of this rank; None: costs are not reported, and coverage "auto" is one micro-batch.
         group: a host group of all ranks.
 
     Collective: all ranks of the world, where ``speed`` is given.
@@ -182,7 +182,7 @@ def plan_checks(
 
 
 def _places(section: AlwaysOnSection, engine: TrainingEngine) -> tuple[int, int, int]:
-    """Slices, products and sets of blocks of this rank that checks look at in turn; 0 where they do not."""
+    """Numbers of this rank's slices, products and sets of blocks that checks look at in turn; 0: not checked."""
     slices = products = sets = 0
     if section.enabled and section.slice_elements:
         slices = -(-sum(one.numel for one in owned_fragments(engine.optimizer)) // section.slice_elements)
@@ -194,7 +194,7 @@ def _places(section: AlwaysOnSection, engine: TrainingEngine) -> tuple[int, int,
 
 
 def share_text(share: float) -> str:
-    """A cost as a share of a step, with no more digits than an upper bound deserves."""
+    """Text of a cost as a share of a step, with no more digits than an upper bound deserves."""
     return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
@@ -208,10 +208,10 @@ def coverage_table(
     """The phases of a step and their checks in this run, a line for each row, and the conclusions.
 
     Args:
-        plan: of the start, which knows what is looked at in turn.
-        cadence: which steps look now.
-        within: what is said, by phase, of exact checks that are within a tolerance now, and what is left, by name of
-            the check, of audits and golden traces.
+        plan: plan of the start, with the numbers of places that are looked at in turn.
+        cadence: present cadence of looks.
+        within: texts on exact checks that are within a tolerance now, by phase, and on what audits and golden traces
+            still compare, by name of the check.
     """
     shape = Shape(
         replicas=engine.dims.data,
@@ -285,7 +285,7 @@ class _Tiers:
 
     @property
     def extra_share(self) -> float:
-        """What an extra micro-batch adds to an audited step, as a share of it; 0 where audits compute none."""
+        """Time that an extra micro-batch adds to an audited step, as a share of it; 0 where audits compute none."""
         audit = self._sections.audit
         return 1 / self._micro_batches if audit.enabled and audit.micro_batch == EXTRA else 0.0
 
@@ -335,13 +335,13 @@ class _Tiers:
         return _sum(self._checked, (FORWARD, BACKWARD), self._dims.pipeline)
 
     def _given(self) -> Reads:
-        """Tokens, labels and mask of a micro-batch, and the same of the file."""
+        """Reads of tokens, labels and mask of a micro-batch, and of the same from the file."""
         section = self._sections.sdc.always_on
         per_token = 2 * (2 * _INT64_BYTES + FP32_BYTES)
         return Reads(3, per_token * self._tokens) if section.enabled and section.tokens else _NOTHING
 
     def _links(self) -> Reads:
-        """Of the shard: squares of the gradient; of the blocks due: what a step left and finds, masters, and copies.
+        """Reads of the chain: squares of the shard's gradient; of due blocks the old and new state, masters and copies.
 
         Looks at one micro-batch have one of as many parts of the blocks, and the whole gradient, unless it is known
         that each step looks at all. Besides what is sent of it: copied twice, and added again where it is received.
@@ -359,7 +359,7 @@ class _Tiers:
         return state + Reads(per_block, copy) + gradient * (1 / self._at_once) + again
 
     def _added_again(self) -> tuple[float, float]:
-        """Elements of the gradient that are sent to be added again in a look at one micro-batch, and messages."""
+        """Numbers of gradient elements sent to be added again in a look at one micro-batch, and of messages."""
         section = self._sections.sdc.always_on
         if self._offloads or not (section.enabled and section.chain):
             return 0.0, 0.0
@@ -382,25 +382,25 @@ def _size(reads: Reads) -> str:
 logger = logging.getLogger(__name__)
 
 WINDOW = 100
-"""Steps over which time is measured."""
+"""Number of steps over which time is measured."""
 ADJUST = 10
-"""Steps from one look at that time to the next."""
+"""Number of steps from one evaluation of that time to the next."""
 FIRST = 4
-"""Measured steps after which the first look at it comes: what is expected at the start does not know all checks."""
+"""Number of measured steps before the first evaluation: what is expected at the start does not know all checks."""
 USUAL = 20
-"""Steps whose median is what a step usually takes."""
+"""Number of steps whose median is the usual time of a step."""
 TIMES = ("looks", "audits", "fixed", "slices", "waits", "steps")
 SHARED = ("slices", "waits", "steps")
-"""Times in which ranks wait for each other."""
+"""Names of times in which ranks wait for each other."""
 ROOM = 0.9
-"""Checks look more often only where that takes no more than this share of the budget, so that noise changes nothing."""
+"""Share of the budget within which checks must stay to look more often, so that noise changes nothing."""
 
 
 class Stopwatch:
     """Adds up the time inside ``with`` blocks.
 
     Args:
-        running: of stopwatches that share it only the innermost runs.
+        running: stack of stopwatches, of which only the innermost counts time.
     """
 
     def __init__(self, running: list[Stopwatch]) -> None:
@@ -431,23 +431,22 @@ class Stopwatch:
 
 
 class CheckBudget:
-    """Decides which steps look, and at how much, from what looking takes.
+    """Decides which steps look, and at how many micro-batches, from the time that looks take.
 
     Args:
-        plan: its cadence is that of the first steps; without a budget of all, unless each step looks at all that it
-            has, and nothing is measured.
-        engine: of this rank. Where a device computes beside the host, whose clock does not see that, what was expected
-            counts at least.
-        writer: where rank 0 writes what checks took; None: nowhere.
+        plan: plan whose cadence is that of the first steps. Without a budget it is that of all steps, unless each step
+            looks at all that it has, and nothing is measured.
+        engine: this rank's engine. On a GPU the expected shares are lower bounds, since the host's clock does not see
+            the time of the device.
+        writer: writer of metrics on rank 0, for the time of checks; None: it is not written.
 
     Attributes:
-        looks, audits, fixed: time of this rank's checks.
-        slices, waits: the same, of what ranks wait for together.
+        looks, audits, fixed: stopwatches of this rank's checks.
+        slices, waits: stopwatches of checks in which ranks wait for each other.
         whole: whether each step looks at all that it has, as the plan says.
-        replays: the same, of what a stage computes where it would wait; of it counts, with the audits, what made the
-            step longer than the last ones without.
-        lines: of the plan.
-        fields: what the ranks agree on in each step: the time of the step before.
+        replays: stopwatch of replays in a stage's waiting time; what they add to a usual step counts as an audit's.
+        lines: lines of the plan.
+        fields: times of the step before, which are reduced over all ranks in each step.
     """
 
     def __init__(self, plan: CheckPlan, engine: TrainingEngine, writer: MetricsWriter | None = None) -> None:
@@ -463,9 +462,9 @@ class CheckBudget:
         """Seconds of the last steps without a replay."""
         self._step = Stopwatch([])
         self._own: deque[_Times] = deque(maxlen=WINDOW)
-        """Of this rank; of each step."""
+        """Times of this rank in the last steps."""
         self._agreed: deque[_Times] = deque(maxlen=WINDOW)
-        """Of the rank that waited least; of each step."""
+        """Times that all ranks have agreed on in the last steps."""
         self._fields = {name: Field(partial(self._give, name), MIN if name in SHARED else MAX) for name in TIMES}
         self.fields = () if plan.budget is None else tuple(self._fields.values())
         self._due = (0, 0)
@@ -474,41 +473,41 @@ class CheckBudget:
         self._warned = False
 
     def _give(self, name: str) -> float | None:
-        """This rank's number: the last step's, or the sum over steps."""
+        """This rank's value of a time: of the last step for shared times, else the sum over steps; None: not due."""
         if not self._sent:
             return None
         return float(getattr(self._own[-1] if name in SHARED else _total(self._own), name))
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, as planned now, on the replica that takes most."""
+        """Number of micro-batches of a step, as planned now, on the replica that takes most."""
         return self._engine.most_micro_batches
 
     @property
     def cadence(self) -> Cadence:
-        """Which steps look, and at how many micro-batches."""
+        """Present cadence: which steps look, and at how many micro-batches."""
         return Cadence(self.micro_batches) if self.whole else self._cadence
 
     @property
     def turns(self) -> int:
-        """Looks in which each of a step's micro-batches is looked at."""
+        """Number of looks in which each of a step's micro-batches is looked at."""
         return math.ceil(self.micro_batches / self.cadence.micro_batches)
 
     def looked_at(self, step: int) -> Collection[int]:
-        """The micro-batches that a step looks at."""
+        """Numbers of the micro-batches that a step looks at."""
         return self.cadence.looked_at(step, self.micro_batches)
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Start the time of a step, and find out what it looks at."""
         self._step.__enter__()
         self._due = len(self.looked_at(step)), int(self.cadence.slices(step))
 
     def ignore_step(self) -> None:
-        """Something was found in this step: what that takes is no cost of looking."""
+        """Leave this step out of the measurement, since it spends time on a finding."""
         self._void = True
 
     def end(self, run: Run) -> None:
-        """A step has ended, and the ranks have agreed on the time of the one before; the same on all ranks."""
+        """End a step: add its times, and adjust the cadence when due; the same on all ranks."""
         self._step.__exit__(None, None, None)
         step_s = self._step.take()
         late_s = self._not_hidden(run, step_s)
@@ -529,7 +528,7 @@ class CheckBudget:
             self._adjust(run, self._share)
 
     def _not_hidden(self, run: Run, step_s: float) -> float:
-        """Seconds of this step's replay for which it lasted longer than usual; all where that is not known."""
+        """Seconds by which the replay made this step longer than usual; all of the replay where that is not known."""
         replay_s = self.replays.take()
         if not replay_s:
             if not self._void:
@@ -543,7 +542,7 @@ class CheckBudget:
         return late_s
 
     def _learn(self, run: Run) -> None:
-        """Take the shares of the last steps; where none of them looked, those of before stay."""
+        """Compute the shares of the last steps; a share of which these have no sample stays as it was."""
         sums, own = _total(self._agreed), _total(self._own)
         known, least, step_s = self._shares, self._least, sums.steps / len(self._agreed)
         looks, audits, fixed = (self._fields[name].value for name in ("looks", "audits", "fixed"))
@@ -578,7 +577,7 @@ class CheckBudget:
 
 
 class _Times(NamedTuple):
-    """Seconds of steps, and how many micro-batches and slices were looked at in them."""
+    """Seconds of steps by part, and numbers of micro-batches and slices that were looked at in them."""
 
     looks: float = 0.0
     audits: float = 0.0
@@ -595,7 +594,7 @@ def _total(steps: Iterable[_Times]) -> _Times:
 
 
 def beyond(shares: TimeShares, budget: float) -> str:
-    """Why checks cannot be kept within a budget, and what to do."""
+    """Message that checks cannot be kept within a budget, with the reason and what to do."""
     return (
         f"checks take more than sdc.budget ({budget:.2%} of a step), though only one step in {MOST_EVERY} looks: "
         f"{shares.fixed:.2%} is of what every step needs, {shares.audits:.2%} of audits, "
@@ -608,7 +607,7 @@ def measure_rates(engine: TrainingEngine, num_bytes: int = RATE_BYTES) -> Rates:
     """This rank's rates at the operations of checks, while the others measure too.
 
     Args:
-        num_bytes: of the large tensor.
+        num_bytes: size of the large tensor.
 
     Collective: all ranks of the world.
     """
@@ -659,7 +658,7 @@ def measure_products(device: torch.device, dtype: torch.dtype, tokens: int, hidd
 
 
 def _recording_s(record: Callable[[], Any], take: Callable[[], Any], large: torch.Tensor) -> float:
-    """Seconds of one record, and its share of taking all.
+    """Seconds of one record, with its share of the time of taking all.
 
     In a step, arithmetic uses the caches between records. Without the sum that imitates it here, a call would seem to
     take a twentieth of its time.

@@ -57,38 +57,38 @@ from megasdc.train.detection.findings import CLIPPING, COPY, NORM, PART, STATE
 logger = logging.getLogger(__name__)
 
 PARTS, OWN_NORM, OWN_DIGEST, MASTERS = "parts of the norm", "own norm", "own digest", "master shard"
-"""Bases of their rulings, besides those of ``megasdc.sdc.verdict``."""
+"""Bases of the chain's rulings, besides those of ``megasdc.sdc.verdict``."""
 HALF_ULP = 2.0**-24
 """Relative rounding of fp32, in which norms are taken."""
 FACTOR_TOLERANCE = 16 * HALF_ULP
-"""Between a clip factor and its formula: a few operations in fp32."""
+"""Largest relative difference of a clip factor from its formula: a few operations in fp32."""
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
-"""Above it the sum of squares is more than fp32 holds, though elements and norm are not."""
+"""Norm above which the sum of squares is more than fp32 holds, though elements and norm are not."""
 SMALLEST_SQUARES = 1e-24
-"""Below this squares of elements may be lost in fp32."""
+"""Sum of squares below which squares of elements may be lost in fp32."""
 GRADIENT = "gradient"
 """Submodule of an address that belongs to the whole gradient."""
 _Started = dict[tuple[StateBlock, str], int | Tensor]
 Act = Callable[[int, Callable[[Collection[int]], Finding]], bool]
-"""Settles a finding of a step that was committed: gets the devices found wrong before."""
+"""Settles a finding of a committed step, from its number and a function that rules, given the ranks wrong before."""
 
 
 @dataclass(frozen=True)
 class ChainFindings:
-    """What a rank found in the chain since the last agreement.
+    """Findings of a rank in the chain since the last agreement.
 
     Args:
-        step: the last step that the optimizer has made; 0: none since the last agreement.
-        norm: of the gradient, as the rank used it.
-        factors: by which it clipped each group.
-        parts: its parts of the squared norm.
-        sum: the squared norm that all ranks' blocks add up to; None: they were not added in that step.
-        own: this rank's blocks, added up.
-        block: of the rank before, which this one added up to something else; None: none is.
-        norm_is_wrong: whether ``norm`` is not what that sum allows.
+        step: last step that the optimizer has made; 0: none since the last agreement.
+        norm: norm of the gradient, as the rank used it.
+        factors: factors by which the rank clipped each group.
+        parts: the rank's parts of the squared norm.
+        sum: squared norm that all ranks' blocks add up to; None: they were not added in that step.
+        own: sum of squares of this rank's blocks.
+        block: block of the rank before that this one added up to another sum; None: all sums are equal.
+        norm_is_wrong: whether ``norm`` differs from the root of ``sum`` by more than rounding.
         factor_is_wrong: whether a factor does not follow from ``norm``.
         state: block and state that changed between two steps; None: none did.
-        copy: block of parameters that is not the cast of its masters; None: none.
+        copy: block of parameters that is not the cast of its masters; None: all are.
     """
 
     step: int = 0
@@ -105,7 +105,7 @@ class ChainFindings:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """What any rank can find alone, by the tier of the finding."""
+        """Flags of findings that this rank has made alone, by tier."""
         own = {NORM: self.norm_is_wrong or self.block is not None, CLIPPING: self.factor_is_wrong}
         return own | {STATE: self.state is not None, COPY: self.copy is not None}
 
@@ -130,9 +130,9 @@ class Chain(Hook):
     in which all micro-batches are.
 
     Args:
-        act: settles what is found.
-        budget: says which steps look, and measures that. Where each looks at all that it has, other ranks add all
-            blocks of the gradient again; else one set of them.
+        act: settles findings.
+        budget: decides which steps look, and measures their time. Where each looks at all that it has, other ranks add
+            all blocks of the gradient again; else one set of them.
 
     Attributes:
         sums: the hook that reads gradients; a hook of its own, since it comes after the last that changes them.
@@ -160,7 +160,7 @@ class Chain(Hook):
         self._step = self._last_step = 0
         self._used = Used()
         self._kept: _Started = {}
-        """Digests of what the last step left, where the next looks."""
+        """Digests of the blocks that the next step looks at, as the last step left them."""
         self._now: _Started = {}
         self._pairs: list[tuple[_Started, _Started]] = []
         """Digests that must be equal."""
@@ -169,7 +169,7 @@ class Chain(Hook):
     # --- a step -------------------------------------------------------------------------------------------------
 
     def on_start(self, run: Run) -> None:
-        """Divide the shard into blocks, and keep what each step uses, and digests, from now on.
+        """Divide the shard into blocks, and begin to keep settings and digests of each step.
 
         Collective: all ranks of the world.
         """
@@ -262,7 +262,7 @@ class Chain(Hook):
         self._pairs.append((self._kept, self._now))
 
     def take(self) -> ChainFindings:
-        """What was found since the last call.
+        """Findings since the last call.
 
         Sync: waits for the device.
         """
@@ -297,14 +297,14 @@ class Chain(Hook):
         )
 
     def _added(self) -> float | None:
-        """The sum over all ranks of the step's squares; None: it was not added."""
+        """Sum over all ranks of the gradient's squares in the step; None: it was not computed."""
         if self._sum is None:
             return None
         self._exchange.wait()
         return float(self._sum)
 
     def _follow(self, norm: float, used: Used) -> bool:
-        """Whether factors follow from the norm; that of fp16 may be taken at another loss scale than its clip."""
+        """Whether clip factors follow from the norm; in fp16 norm and clip may have different loss scales."""
         if not (math.isfinite(norm) and norm >= 0):
             return True
         scale = float(self._optimizer.loss_scale) if self._engine.fp16_enabled() else 1.0
@@ -314,13 +314,13 @@ class Chain(Hook):
     # --- agreement and rulings ----------------------------------------------------------------------------------
 
     def world_values(self, links: ChainFindings) -> dict[str, int]:
-        """What all ranks must have alike, by the tier of the finding: norm and clip factors."""
+        """Bits of the norm and of the clip factors, by tier, which must be equal on all ranks."""
         if not self._compares_bits:
             return {NORM: 0, CLIPPING: 0}
         return {NORM: _bits(links.norm), CLIPPING: _bits(*links.factors)}
 
     def position_value(self, links: ChainFindings) -> int:
-        """What replicas must have alike: this rank's part of the norm, where each takes that of the whole gradient."""
+        """Bits of this rank's part of the norm, which replicas must have equal with ``BF16_Optimizer``; else 0."""
         return _bits(*links.parts) if is_bf16_optimizer(self._optimizer) else 0
 
     def found(self, agreed: Agreed) -> bool:
@@ -329,7 +329,7 @@ class Chain(Hook):
         return flags or not (agreed.world[NORM] and agreed.world[CLIPPING]) or bool(agreed.differing[PART])
 
     def settle(self, links: ChainFindings, agreed: Agreed) -> None:
-        """Settle what all ranks agree was found in a step that is committed.
+        """Settle the findings in a committed step, on which all ranks agree.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
@@ -345,7 +345,7 @@ class Chain(Hook):
             self._act(links.step, lambda earlier: self._of_state(links, earlier))
 
     def _of_norm(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
-        """A norm that one rank alone has is that rank's; one that all have is that of the rank whose part is wrong."""
+        """Rule on a wrong norm: on the rank that alone has it, or, if all have it, on the rank whose part is wrong."""
         every: list[ChainFindings] = gather_objects(links, self._group)
         if any(one.block is not None for one in every):
             rulings = self._of_blocks(links.step, every, earlier)
@@ -380,7 +380,7 @@ class Chain(Hook):
     def _of_blocks(
         self, step: int, every: Sequence[ChainFindings], earlier: Collection[int]
     ) -> tuple[RankVerdict, ...]:
-        """Two sums of the same squares that differ: they are added exactly, which tells whose is wrong."""
+        """Rule on two sums of the same squares that differ: an exact sum tells which is wrong."""
         squares, rank = self._squares, self._dims.rank
         assert squares is not None, "blocks were added up"
         rulings: list[RankVerdict] = []
@@ -406,7 +406,7 @@ class Chain(Hook):
     def _of_parts(
         self, every: Sequence[ChainFindings], address: Address, earlier: Collection[int]
     ) -> tuple[RankVerdict, ...]:
-        """Ranks whose part of the norm is not what their blocks add up to, or not what other replicas have."""
+        """Rule on ranks whose part of the norm differs from the sum of their blocks, or from other replicas' part."""
         address = Address(address.step, None, address.phase, address.fqn, "part of the norm")
         parts = {rank: _bits(*one.parts) for rank, one in enumerate(every)}
         rulings: list[RankVerdict] = []
@@ -437,7 +437,7 @@ class Chain(Hook):
         return list(positions.values())
 
     def _of_clipping(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
-        """A factor that does not follow from the rank's own norm, or that most ranks have not."""
+        """Rule on a clip factor that does not follow from the rank's own norm, or differs from most ranks'."""
         every: list[ChainFindings] = gather_objects(links, self._group)
         address = Address(links.step, None, REDUCED_GRAD, GRADIENT, "clip factor")
         factors = {rank: _bits(*one.factors) for rank, one in enumerate(every)}
@@ -449,7 +449,7 @@ class Chain(Hook):
         return Finding(CLIPPING, None, rulings, len(every))
 
     def _of_state(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
-        """State that changed between two steps: the memory of its rank."""
+        """Rule on state that changed between two steps, by an error in the memory of its rank."""
         mine = None
         if links.state is not None:
             block, name = links.state
@@ -459,7 +459,7 @@ class Chain(Hook):
         return Finding(STATE, None, rulings, self._dims.world_size)
 
     def of_copy(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
-        """Parameters that are not the cast of their masters: gathered again, unless it is the masters that changed.
+        """Rule on parameters that are not the cast of their masters; gathered again, unless the masters have changed.
 
         Collective: all ranks of the world.
         """
@@ -509,14 +509,14 @@ class Chain(Hook):
         earlier: Collection[int],
         **more: Any,
     ) -> RankVerdict:
-        """A ruling on what cannot be repeated, since the step has used it."""
+        """Ruling on a value that cannot be repeated, since the step has used it."""
         if rank is not None and "got" in more:
             more["got"] = {rank: more["got"][rank]}
         verdict = INTERMITTENT if rank in earlier else INCONCLUSIVE
         return RankVerdict(rank, verdict, basis, address, **more)
 
     def _address(self, step: int, phase: str, block: StateBlock, name: str | None) -> Address:
-        """Of the first parameter in a block of this rank's shard, or of one of its states."""
+        """Address of the first parameter in a block of this rank's shard, or of one of its states."""
         for fragment in owned_fragments(self._optimizer):
             if fragment.group == block.group and fragment.start + fragment.numel > block.start:
                 fqn, slot = self._names[id(fragment.parameter)]
@@ -525,14 +525,14 @@ class Chain(Hook):
 
 
 def is_norm_of(norm: float, squares: float, rounding: float) -> bool:
-    """Whether a norm is what fp32 makes of a sum of squares.
+    """Whether a norm is the root of a sum of squares within the rounding of fp32.
 
     Where that sum, rounded, may be more than fp32 holds, both are right: a norm that is near, and one that is not
     finite. Ranks' parts may be finite then and their sum not, and so may groups of parameters and the norm of all.
 
     Args:
-        norm: of the gradient as it is stored, loss scale included.
-        squares: what its elements' squares add up to, in fp64.
+        norm: norm of the gradient as it is stored, loss scale included.
+        squares: sum of its elements' squares, in fp64.
         rounding: largest relative difference of norms that rounding explains.
     """
     right = _root(squares)
@@ -546,24 +546,24 @@ def _root(squares: float) -> float:
 
 
 def _bits(*values: float) -> int:
-    """64 bits of numbers, the same for all NaN; of several a checksum."""
+    """Bits of a number as an integer, the same for all NaN; a 64-bit checksum of several numbers."""
     packed = b"".join(struct.pack("<d", math.nan if math.isnan(value) else value) for value in values)
     return int.from_bytes(packed, "little") if len(values) == 1 else xxhash.xxh3_64_intdigest(packed)
 
 
 SETTINGS = "settings"
-"""Tier of findings."""
+"""Tier of findings on settings."""
 HISTORY = "own settings of the step before"
-"""Basis of a ruling where there is no majority, besides those of ``megasdc.sdc.verdict``."""
+"""Basis of a ruling on settings where there is no majority, besides those of ``megasdc.sdc.verdict``."""
 SCHEDULED = "schedule.step"
-"""Setting of how far the schedule of learning rates is."""
+"""Name of the setting that is the position in the schedule of learning rates."""
 
 
 class UsedSettings:
-    """Reads what each step of this rank's optimizer uses, from ``start`` on; ``close`` removes its hook.
+    """Reads the settings that each step of this rank's optimizer uses, from ``start`` on; ``close`` removes its hook.
 
     Attributes:
-        reset: when the run's moments are reset, which changes learning rates and may restart counts; None: never.
+        reset: schedule of resets of moments, which change learning rates and may restart counts; None: no resets.
     """
 
     def __init__(self, run: Run) -> None:
@@ -581,7 +581,7 @@ class UsedSettings:
         self._hook: Any = None
 
     def start(self) -> None:
-        """Listen to the optimizer, if nothing does yet; call it when the optimizer's other hooks are there."""
+        """Add the hook to the optimizer, if it is not there yet; call it when the optimizer's other hooks are there."""
         if self._hook is None:
             optimizer = self._engine.optimizer
             self._numbers = {id(flat): number for number, flat in enumerate(master_partitions(optimizer))}
@@ -622,7 +622,7 @@ class UsedSettings:
         return self._used[number]
 
     def take(self) -> int:
-        """Digest of what the last step used, unsigned, 64 bits; ``NONE`` where it was taken before.
+        """Digest of the settings of the last step, unsigned, 64 bits; ``NONE`` where it was taken before.
 
         Sync: waits for the device.
         """
@@ -642,7 +642,7 @@ class UsedSettings:
         return found
 
     def rule(self, step: int) -> Finding:
-        """Rule on ranks whose settings differ from those of other replicas, see ``judge``; ``step``: that used them.
+        """Rule on ranks whose settings in a step differ from those of other replicas, see ``judge_settings``.
 
         Collective: all ranks of the world.
         Sync: waits for the device.
@@ -669,7 +669,7 @@ class UsedSettings:
         return Finding(SETTINGS, None, tuple(rulings), dims.world_size * len(own.bits))
 
     def own(self, step: int) -> Own:
-        """What this rank used in a step; nothing where that is not the last step that the optimizer took.
+        """Settings that this rank used in a step; empty where that is not the last step that the optimizer took.
 
         Sync: waits for the device.
         """
@@ -681,7 +681,7 @@ class UsedSettings:
         )
 
     def _turned(self, name: str, now: Any) -> bool:
-        """Whether a setting is another than in the step before, one higher if a count, or than its schedule says."""
+        """Whether a setting differs from the step before, plus one for a count, or from its schedule."""
         if name in (rates := self._rates()):
             return _bits_of_settings(float(now)) != _bits_of_settings(float(rates[name]))
         if name not in self._before:
@@ -694,7 +694,7 @@ class UsedSettings:
         return _bits_of_settings(now) != _bits_of_settings(expected)
 
     def _rates(self) -> dict[str, float]:
-        """Learning rates that the schedule has at the step's position, warming up after a reset, by name."""
+        """Learning rates of the schedule at the step's position, with the warm-up after a reset, by name."""
         if self._scheduled is None or self._scheduled < 0:
             return {}
         schedule = copy(self._engine.lr_scheduler)  # the one of the run may be a step further
@@ -708,7 +708,7 @@ class UsedSettings:
 
 
 def _position_of(schedule: Any) -> int | None:
-    """How far one of DeepSpeed's schedules is, -1 before its first step; None: it is none of them."""
+    """Position of one of DeepSpeed's schedules, -1 before its first step; None: a schedule of another kind."""
     return getattr(schedule, "last_batch_iteration", None)
 
 
@@ -717,9 +717,9 @@ class Own:
     """Settings of one rank by name.
 
     Args:
-        bits: each exactly.
-        values: each as people read it.
-        turned: names of those that are other than in the step before, or than their schedule says.
+        bits: exact bits of each setting.
+        values: each setting as people read it.
+        turned: names of the settings that differ from the step before, or from their schedule.
     """
 
     bits: Mapping[str, str]
@@ -728,20 +728,20 @@ class Own:
 
     @property
     def digest(self) -> int:
-        """Equal where all are."""
+        """Digest of all settings, equal where all of them are."""
         return xxhash.xxh3_64_intdigest(repr(sorted(self.bits.items())).encode())
 
 
 def judge_settings(step: int, by_rank: Mapping[int, Own]) -> list[RankVerdict]:
-    """Which of the replicas at a position used wrong settings; how often cannot be told, since nothing is repeated.
+    """Rulings on replicas at a position that used wrong settings; without repeats, since settings are not computed.
 
     Args:
-        step: that used them.
-        by_rank: settings of each replica.
+        step: step that used the settings.
+        by_rank: settings of each replica, by global rank.
 
     Returns:
         A ruling on each rank that differs from a strict majority; without one on each whose differing settings changed
-        since the step before while another's did not; else one that names no rank. None where all are equal.
+        since the step before while another's did not; else one that names no rank. Empty where all are equal.
     """
     digests = {rank: own.digest for rank, own in by_rank.items()}
     usual, most = Counter(digests.values()).most_common(1)[0]
