@@ -1,18 +1,18 @@
-"""Saves beside training: the state is captured, copied into shared memory, and written by another process.
+"""Asynchronous saves: the state is captured, copied into shared memory, and written by another process.
 
 ``DiskSaver``: one save at a time, in stages on which all ranks agree at the ends of steps. A save begins with a
 snapshot. While training goes on a process of each rank writes the snapshot's files. Once all have, the leader of each
 folder gives it its final name, then (node-local storage) its marker, then moves ``latest`` and deletes old checkpoints:
-the stages of a save for which training stands still, in the same order. A rank that has a problem ends the save of all;
-the checkpoint before stays, and training goes on.
+the stages of a synchronous save, in the same order. A rank that has a problem ends the save of all; the checkpoint
+before stays, and training goes on.
 
 ``Snapshot``: files of one rank in shared memory, laid out as on the disk. Parameters and moments do not change between
 the optimizer's update and the next one. So a thread copies them while the next forward and backward passes run, and the
-update waits for it. Before a tensor is copied its checksum is taken where it lies; whoever uses the snapshot later
-compares it with the copy. Beside it each file's tensors are looked at for NaN and Inf.
+update waits for it. Before a tensor is copied its checksum is computed in place; whoever uses the snapshot later
+compares it with the copy. Each file's tensors are also searched for NaN and Inf.
 
-``capture_engine``: what a save would write, caught before any byte is copied: pickles, and the tensors that they refer
-to. ``why_not``: whether the hosts' memory has room for snapshots.
+``capture_engine``: the files of a save before any byte is copied: pickles, and the tensors that they refer to.
+``why_not``: whether the hosts' memory has room for snapshots.
 """
 
 from __future__ import annotations
@@ -84,12 +84,15 @@ class _Save:
     """The save under way.
 
     Attributes:
-        texts: files besides those of the snapshot, on the leader of a folder.
-        stages: that are left, the first is under way.
-        answer: of this rank's writer in this stage; None: not there yet.
-        problem: of this rank.
-        written: files of this rank, then of all.
-        saved: whether the checkpoint is whole whatever follows.
+        started: start of the save on the monotonic clock.
+        texts: content of files besides those of the snapshot, by name, on the leader of a folder.
+        stages: methods that begin the stages that follow; the first is called when all ranks have finished this one.
+        stalled_s: seconds in which training stood still.
+        answer: result of this rank's writer in this stage; None: the writer is not done.
+        problem: this rank's problem; None: it has none.
+        written: files of this rank; once all ranks have written theirs, the files of all.
+        due: steps of the checkpoints that the leader deletes.
+        saved: whether the checkpoint is complete, whatever follows.
     """
 
     job: SaveJob
@@ -110,14 +113,15 @@ class DiskSaver:
     All methods but ``wait_for_copy`` and ``close`` are collective: all ranks of the world.
 
     Args:
-        folder: of the checkpoints; created if absent.
-        device: of the run's tensors.
-        keep: which checkpoints are kept.
+        folder: folder of the checkpoints; created if absent.
+        dims: this rank's position in the layout.
+        device: device of the run's tensors.
+        keep: rules by which older checkpoints are kept; None: all are kept.
 
     Attributes:
-        fields: what all ranks agree on in each step.
-        failed: number of saves that failed, without those whose checkpoint is whole.
-        no_room: whether the last one failed since there was no room; the same on all ranks.
+        fields: values that all ranks reduce in each step: whether the stage is done, and whether a rank has a problem.
+        failed: number of saves that failed, without those whose checkpoint is complete.
+        no_room: whether the last failed save had no room; the same on all ranks.
     """
 
     def __init__(
@@ -142,23 +146,23 @@ class DiskSaver:
 
     @property
     def step(self) -> int | None:
-        """Of the save under way; None: there is none."""
+        """Step of the save under way; None: there is none."""
         return None if self._save is None else self._save.job.step
 
     def start(self) -> None:
-        """Start the writer, which loads what it needs while the first steps run; one that cannot be is seen later."""
+        """Start the writer, which loads its modules while the first steps run; the first save reports an error."""
         with contextlib.suppress(OSError):
             self._writer.start()
 
     # --- begin -------------------------------------------------------------------------------------------------
 
     def measure(self, engine: Any, state: SavedState) -> int:
-        """Bytes that a snapshot of this rank takes; nothing is kept."""
+        """Number of bytes that a snapshot of this rank takes; none is taken."""
         files, problem = capture_engine(engine, self._dims, self._place, state)
         return 0 if problem is not None else sum(one.layout.size_bytes for one in files)
 
     def reserve(self, engine: Any, state: SavedState) -> None:
-        """Allocate memory and start the writer, so that no save has to wait for that."""
+        """Allocate memory for the snapshot and start the writer, so that no save has to wait for that."""
         files, problem = capture_engine(engine, self._dims, self._place, state)
         with contextlib.suppress(OSError):  # the first save reports it
             if problem is None:
@@ -169,7 +173,7 @@ class DiskSaver:
         """Begin a save of the state after a step; training may go on, its next update waits for ``wait_for_copy``.
 
         Raises:
-            CheckpointError: DeepSpeed is to write in the background itself.
+            CheckpointError: DeepSpeed is configured to write in the background itself.
         """
         assert self._save is None, "one save at a time"
         refuse_decoupled(engine)
@@ -199,7 +203,7 @@ class DiskSaver:
         return [self._store, self._rename, *mark, self._point]
 
     def wait_for_copy(self) -> None:
-        """Wait until the snapshot is copied, and let it be written; before the optimizer changes anything."""
+        """Wait until the snapshot is copied, then have it written; must be called before the optimizer's update."""
         if self._save is None or not self._snapshot.is_copying:
             return
         started = time.monotonic()
@@ -228,7 +232,7 @@ class DiskSaver:
         return None if self._save is None else float(self._save.problem is not None)
 
     def advance(self) -> SaveResult | None:
-        """Begin the next stage where all ranks have finished theirs; returns the result of a save that is done."""
+        """Begin the next stage if all ranks have finished this one; returns the result if the save is finished."""
         save = self._save
         if save is None:
             return None
@@ -243,7 +247,7 @@ class DiskSaver:
         return None
 
     def finish(self) -> SaveResult | None:
-        """Wait for the save under way; returns its result, None where there is none or it failed."""
+        """Wait for the save under way; returns its result, None if there is none or it failed."""
         result = None
         started = time.monotonic()
         self._writer.hurry()
@@ -262,7 +266,7 @@ class DiskSaver:
     # --- stages ------------------------------------------------------------------------------------------------
 
     def _act(self, save: _Save, act: Act) -> None:
-        """Let the leaders' writers do something; others have nothing to do."""
+        """Send a task to the leaders' writers; the other ranks have finished the stage at once."""
         save.answer = None if save.job.place.leader else TaskResult()
         if save.job.place.leader:
             try:
@@ -298,7 +302,7 @@ class DiskSaver:
         self._act(save, Act({job.folder / LATEST_FILE: job.final.name + "\n"}, delete=folders))
 
     def _point(self, save: _Save) -> None:
-        """``latest`` is moved, old checkpoints are deleted: that was all."""
+        """``latest`` is moved and old checkpoints are deleted: nothing is left to do."""
 
     def _finish(self, save: _Save) -> SaveResult:
         self._save = None
@@ -347,14 +351,16 @@ def _record(stored: StoredFile, place: FolderRanks) -> FileRecord:
 
 
 _PIECE = 1 << 20
-"""Memory for a file grows in steps of this, so that a pickle that got longer needs no new one."""
+"""Bytes in steps of which memory for a file grows, so that a slightly longer pickle needs no new mapping."""
 
 
 class _Image:
     """Shared memory for one file, which stays mapped and is filled again for each snapshot.
 
     Args:
-        path: of a file in shared memory; None: it has no name, and goes with this process.
+        name: name of the file, for the system.
+        path: path in shared memory; None: it has none, and ends with this process.
+        on_device: whether a CUDA device copies into it.
     """
 
     def __init__(self, name: str, path: Path | None, on_device: bool) -> None:
@@ -368,11 +374,11 @@ class _Image:
 
     @property
     def path(self) -> Path:
-        """Where other processes of this user can open it."""
+        """Path by which other processes of this user can open the file."""
         return Path(f"/proc/{os.getpid()}/fd/{self._file}")
 
     def fit(self, size: int) -> None:
-        """Give the file its size, and allocate all of it that is not there yet.
+        """Give the file its size in bytes, and allocate memory that it does not have yet.
 
         Raises:
             OSError: memory is full.
@@ -392,12 +398,12 @@ class _Image:
 
     @property
     def memory(self) -> mmap.mmap:
-        """Its bytes, and some that are not in the file."""
+        """The mapped memory: the file's bytes, and some beyond its end."""
         assert self._map is not None, "fit comes first"
         return self._map
 
     def _register(self) -> None:
-        """Tell the driver, so that the device copies into it without a buffer in between."""
+        """Register the memory with the CUDA driver, so that the device copies into it without a buffer in between."""
         first = torch.frombuffer(self.memory, dtype=torch.uint8)
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(first.data_ptr(), len(self.memory), 0))
         self._registered = first.data_ptr()
@@ -411,16 +417,16 @@ class _Image:
             self._map = None
 
     def close(self) -> None:
-        """Release it; a file with a name stays."""
+        """Release the memory; a file with a path stays."""
         self._unmap()
         os.close(self._file)
 
 
 class Snapshot:
-    """Shared memory for one snapshot of a rank, taken again and again.
+    """Shared memory for a rank's snapshot, which is reused for the next one.
 
     Args:
-        device: of the run's tensors.
+        device: device of the run's tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -435,14 +441,15 @@ class Snapshot:
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy was begun that was not waited for."""
+        """Whether a copy was begun and ``wait`` was not called since."""
         return self._copying is not None
 
     def prepare(self, files: Sequence[CapturedFile], folder: Path | None = None) -> None:
-        """Allocate memory for files; that of files that are no more is released.
+        """Allocate memory for files, and release that of earlier files that are not among them.
 
         Args:
-            folder: in shared memory, where they lie, the same since they were allocated; None: they have no names.
+            files: the files of the next snapshot.
+            folder: their folder in shared memory, the same at each call; None: the files have no paths.
 
         Raises:
             OSError: memory is full.
@@ -459,7 +466,7 @@ class Snapshot:
             self._images[one.name].fit(one.layout.size_bytes)
 
     def take(self, files: Sequence[CapturedFile]) -> None:
-        """Begin to copy files, which ``prepare`` has seen; returns at once.
+        """Begin to copy files for which ``prepare`` has allocated memory; returns at once.
 
         Their tensors must not change until ``wait`` has returned.
         """
@@ -499,10 +506,10 @@ class Snapshot:
             self._finite.append(are_finite(one.tensors))
 
     def wait(self) -> list[TakenFile]:
-        """Wait until all is copied; the tensors may change then.
+        """Wait until all files are copied, and return them; their tensors may change then.
 
         Raises:
-            OSError, RuntimeError: it could not be copied.
+            OSError, RuntimeError: they could not be copied.
         """
         assert self._copying is not None, "take comes first"
         self._copying.join()
@@ -531,7 +538,7 @@ class Snapshot:
         ]
 
     def close(self) -> None:
-        """Release all memory, after a copy that still runs."""
+        """Release all memory, after the end of a copy that still runs."""
         if self._copying is not None:
             self._copying.join()
             self._copying = None
@@ -541,7 +548,7 @@ class Snapshot:
 
 
 _PROTOCOL = 2
-"""Of pickles, as ``torch.save`` has it."""
+"""Protocol version of pickles, the same as in ``torch.save``."""
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
@@ -559,12 +566,12 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class CapturedFile:
-    """A file that is not written yet.
+    """A file of a checkpoint that is not written yet.
 
     Attributes:
-        name: in the checkpoint's folder.
-        layout: where the tensors lie in the file.
-        tensors: the run's own, in the order of the layout.
+        name: name in the checkpoint's folder.
+        layout: offsets of its parts, with the pickle.
+        tensors: the run's own tensors, not copies, in the order of the layout.
         described: for a layer's file, data type and shape of each tensor, else None.
     """
 
@@ -575,10 +582,10 @@ class CapturedFile:
 
 
 class CapturingWriter:
-    """Replaces DeepSpeed's checkpoint engine during a capture: it keeps what would be written.
+    """Replaces DeepSpeed's checkpoint engine during a capture: files are kept instead of written.
 
-    ``captured``: the files so far, whose tensors must not change before they are copied; ``problem``: why one cannot be
-    saved.
+    ``captured``: the files so far, whose tensors must not change before they are copied; ``problem``: the last error of
+    a file that cannot be saved; None: there is none.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -593,7 +600,7 @@ class CapturingWriter:
         """Nothing is written, so no folder is needed."""
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether a view is saved with the whole memory that it is part of; asked whether to clone views first."""
+        """Whether a view is saved with the whole memory that it is part of; DeepSpeed then clones views first."""
         return False
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
@@ -607,7 +614,7 @@ class CapturingWriter:
 def capture_engine(
     engine: Any, dims: ParallelDims, place: FolderRanks, state: SavedState
 ) -> tuple[list[CapturedFile], RankProblem | None]:
-    """The files that this rank would write in a save, and why they cannot be saved.
+    """The files that this rank would write in a save, and the problem if one cannot be saved; None: all can.
 
     Collective: all ranks of the world.
     """
@@ -623,10 +630,10 @@ def capture(state: dict[str, Any], name: str) -> CapturedFile:
     """Pickle a state as ``torch.save`` does, each tensor without the memory around it.
 
     Args:
-        name: of the file.
+        name: name of the file.
 
     Raises:
-        ValueError: a tensor has attributes that would get lost.
+        ValueError: a tensor has attributes that would get lost, or a type that is not supported.
         TypeError, pickle.PicklingError: something in it cannot be pickled.
     """
     buffer = io.BytesIO()
@@ -639,7 +646,7 @@ def capture(state: dict[str, Any], name: str) -> CapturedFile:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Stands for a tensor's memory."""
+    """Placeholder for a tensor's memory while its state is pickled."""
 
     index: int
     dtype: torch.dtype
@@ -648,20 +655,20 @@ class _Stored:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes references to tensors as ``torch.save`` does to their memory; ``tensors``: those referred to."""
+    """Pickler that writes references to tensors' memory as ``torch.save``; ``tensors``: the tensors, by number."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, _PROTOCOL)
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        """The reference to a tensor's memory."""
+        """Reference to a tensor's memory; None: the object is none."""
         if isinstance(obj, _Stored):
             return "storage", _STORAGES[obj.dtype], str(obj.index), obj.location, obj.numel
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """How tensors are rebuilt; all else as usual."""
+        """Function and arguments that rebuild a tensor; other objects are pickled as usual."""
         if not isinstance(obj, Tensor):
             return NotImplemented
         if type(obj) not in (Tensor, torch.nn.Parameter) or vars(obj):
@@ -680,16 +687,17 @@ class _Pickler(pickle.Pickler):
 
 GIB, MIB = 1 << 30, 1 << 20
 LEAST_BYTES = 64 << 20
-"""State of a rank below which a snapshot saves nothing: writing it takes a fraction of a second."""
+"""Size of a rank's state in bytes below which a snapshot saves no time: writing it takes a fraction of a second."""
 
 
 def why_not(size: int, group: dist.ProcessGroup | None, *, is_asked: bool, with_names: bool = False) -> str | None:
-    """Why snapshots are not taken, the same on all ranks; None: they are.
+    """Reason why snapshots are not taken, the same on all ranks; None: they are taken.
 
     Args:
         size: bytes that this rank's snapshots still need.
-        is_asked: also small ones are wanted.
-        with_names: they lie in the folder of shared memory, whose size is limited too.
+        group: process group of all ranks, on the host.
+        is_asked: whether small states are snapshotted too, as the configuration asks.
+        with_names: whether the files have paths in the folder of shared memory, whose size is limited too.
 
     Collective: the group.
     """

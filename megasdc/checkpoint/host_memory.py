@@ -1,13 +1,13 @@
-"""What the memory of a host holds of a run: slots of its own ranks, and copies of those of a partner's; no torch.
+"""Snapshots in the memory of a host: slots of its own ranks, and copies of a partner's slots; no torch.
 
 A slot is a folder in shared memory: the files that the rank saves, laid out as on the disk, and ``held.json`` with
-their digests, which is written last. A slot without it, or whose digests do not match, holds nothing. Whether a step is
-whole is not written anywhere: a restart looks whether every rank's files are found somewhere.
+their digests, which is written last. A slot without it, or whose digests do not match, is invalid. No file says whether
+a step is complete: a restart checks whether every rank's files are found on some host.
 
 A slot is copied to the memory of another host from writer to writer over TCP. A writer listens on one address of its
-host and lets in whoever knows its secret (``megasdc.common.wire``), which went to the other ranks through
-``torch.distributed``. A slot's record comes first, which names each file with its size and digest, then the files; what
-arrives is compared with the record, and counts once all of it is right. Nothing is encrypted.
+host and accepts whoever knows its secret (``megasdc.common.wire``), which was sent to the other ranks through
+``torch.distributed``. A slot's record comes first, which names each file with its size and digest, then the files; they
+are compared with the record, and the slot is valid once all of them match. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ logger = logging.getLogger(__name__)
 HELD_FILE = "held.json"
 LINE_FILE = "line.json"
 GUESTS = "guests"
-"""Folder of the slots of other hosts' ranks."""
+"""Name of the folder with the slots of other hosts' ranks."""
 OWNER_FILE = "owner"
 RESTORE = "restore"
-"""Folder in which a restart puts the files of a step together."""
+"""Name of the folder in which a restart gathers the files of a step."""
 SLOT_FORMAT_VERSION = 2
 LEAST_S = 600.0
-"""A folder that nobody uses is removed by a later run once it is so old."""
+"""Least age in seconds at which a later run removes a folder that nobody uses."""
 _LOOK_S = 1.0
 _APART = "~"
-"""Before the random part of a name; no host's name has it."""
+"""Separator before the random part of a folder's name; no host's name contains it."""
 
 
 class HeldFile(Record):
@@ -77,14 +77,15 @@ class SlotManifest(Record):
 
     Attributes:
         run: id of the run.
-        start: number of the start of the run that made it, the first is 1.
+        start: number of the start of the run that took the snapshot, the first is 1.
         step: optimizer step, first is 1.
-        time: when the state was taken, in seconds since the epoch.
-        host: where the rank ran.
-        layout: tensor, pipeline, data.
+        time: time of the snapshot, in seconds since the epoch.
+        rank: global rank whose files these are.
+        host: name of the host on which that rank ran.
+        layout: sizes of the tensor, pipeline and data dimensions, [3].
         engine: see ``megasdc.checkpoint.save.describe_engine``.
         versions: see ``megasdc.checkpoint.manifest.installed_versions``.
-        files: in order of name.
+        files: one record a file, in order of name.
         finite_step: see ``megasdc.checkpoint.manifest.KnownState``.
     """
 
@@ -103,17 +104,17 @@ class SlotManifest(Record):
 
 
 class Lineage(Record):
-    """Content of ``line.json``: what counts of what hosts hold, as the newest start that used a host knows it.
+    """Content of ``line.json``: history of the newest start that used a host, by which its slots are valid or not.
 
-    A host that a start did without may hold steps that it took again, or that were wrong: those do not count when the
-    host comes back.
+    A host that a start did without may have slots of steps that the start computed again, or that were wrong: those are
+    not used when the host comes back.
 
     Attributes:
-        start: number of that start.
-        from_start, from_step: start and step of the snapshot that it went on from; 0: it went on from none.
-        verified: last step of that line after which an audit has agreed; 0: of none.
-        from_counts: whether ``verified`` says something of the snapshot that the start went on from: it was verified
-            before, or the hosts that made it are all in the start.
+        start: number of the newest start.
+        from_start, from_step: start and step of the snapshot that it resumed from; 0: it resumed from none.
+        verified: last step of this history after which an audit has agreed; 0: none.
+        from_counts: whether ``verified`` covers the snapshot that the start resumed from: it was verified before, or
+            all hosts that made it take part in the start.
     """
 
     format_version: int = SLOT_FORMAT_VERSION
@@ -124,7 +125,7 @@ class Lineage(Record):
     from_counts: bool = True
 
     def has(self, record: SlotManifest) -> bool:
-        """Whether a slot's step is of this line: made by its start, or what that went on from."""
+        """Whether a slot belongs to this history: made by its start or a later one, or the one that it resumed from."""
         return record.start >= self.start or (record.start, record.step) == (self.from_start, self.from_step)
 
     def verifies(self, record: SlotManifest) -> bool:
@@ -134,11 +135,12 @@ class Lineage(Record):
 
 @dataclass(frozen=True)
 class MemorySlot:
-    """A slot that holds a step.
+    """A slot with a snapshot.
 
     Attributes:
-        folder: of the slot, on this host.
-        is_guest: whether the rank ran on another host.
+        folder: folder of the slot, on this host.
+        record: content of its ``held.json``.
+        is_guest: whether it is a copy for a rank of another host.
     """
 
     folder: Path
@@ -147,11 +149,11 @@ class MemorySlot:
 
 
 def memory_folder(run: str | None) -> Path:
-    """Folder of a run in the shared memory of this host; ``run``: its id, which every start of a run has.
+    """Folder of a run in the shared memory of this host; ``run``: id of the run, the same at all its starts.
 
-    Under SLURM it is that of a start of the job: what an earlier one has left is not the job's own. Where another user
-    has taken its name, the folder has a random part behind it, and is found by its owner, also once the name is free
-    again; before ``claim`` there is none, and each call has another name for it.
+    Under SLURM each start of the job has its own folder, so that leftovers of an earlier one are not used. If another
+    user has taken the name, the folder's name gets a random suffix, and the folder is found by its owner, even once the
+    plain name is free again; until ``claim`` has made it, each call returns another name.
     """
     assert run is not None, "the start was counted"
     job = f"job{number}-" if (number := os.environ.get("SLURM_JOB_ID")) else ""
@@ -166,7 +168,7 @@ def memory_folder(run: str | None) -> Path:
 
 
 def _beside(folder: Path) -> Path:
-    """A name that no other user can guess."""
+    """Path of a folder with a random suffix, which no other user can guess."""
     return folder.with_name(f"{folder.name}{_APART}{secrets.token_hex(16)}")
 
 
@@ -176,13 +178,14 @@ def rank_folder(folder: Path, rank: int) -> Path:
 
 
 def make_within(folder: Path, inner: Path) -> None:
-    """Make a folder within that of a run, which must be this user's alone; it is made where it has been removed.
+    """Create a folder within that of a run, which must be this user's alone and is created again if it was removed.
 
     Args:
-        inner: at any depth in ``folder``; it may be there already.
+        folder: folder of the run.
+        inner: path at any depth in ``folder``; it may exist.
 
     Raises:
-        OSError: it cannot be made, or another user has taken the name of ``folder``.
+        OSError: it cannot be created, or another user has taken the name of ``folder``.
     """
     make_own_folder(folder)  # with ``parents`` it would be one that others may enter, or theirs
     for name in inner.relative_to(folder).parts:
@@ -191,7 +194,7 @@ def make_within(folder: Path, inner: Path) -> None:
 
 
 def find_held(folder: Path, run: str | None) -> tuple[list[MemorySlot], list[str]]:
-    """All slots of a run that hold a step, and what is wrong with others, a line each."""
+    """All valid slots of a run, and a message for each damaged one."""
     found, problems = [], []
     for path in sorted([*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]):
         try:
@@ -205,10 +208,14 @@ def find_held(folder: Path, run: str | None) -> tuple[list[MemorySlot], list[str
 
 
 def forget(folder: Path, stays: Callable[[SlotManifest], bool] = lambda record: False) -> None:
-    """Remove what is held of steps that do not stay; a slot that is being filled is not touched.
+    """Remove slots, own ones and copies; a slot that is being filled is not touched.
+
+    Args:
+        folder: folder of the run.
+        stays: function that returns whether a slot with this record is kept.
 
     Raises:
-        OSError: something cannot be removed.
+        OSError: a slot cannot be removed.
     """
     for path in [*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]:
         try:
@@ -227,8 +234,8 @@ class FolderOwner:
 
     Attributes:
         start: id of the run and number of the start, joined by a dot.
-        pid: of a process on this host that belongs to it.
-        linger_s: seconds that the folder stays when its ranks have failed.
+        pid: id of a process on this host that belongs to the start.
+        linger_s: seconds that the folder stays after its ranks have failed.
     """
 
     start: str
@@ -237,11 +244,15 @@ class FolderOwner:
 
 
 def claim(folder: Path, start: str, linger_s: float) -> Path:
-    """Make the folder, and say which start of the run uses it now: the agent of an earlier one leaves it alone then.
+    """Create the folder and record the start of the run that uses it, so that an earlier start's agent keeps it.
+
+    Args:
+        folder: result of ``memory_folder``.
+        start, linger_s: see ``FolderOwner``.
 
     Returns:
-        The folder, which ``memory_folder`` gives from now on; it has a name beside that where another user has made one
-        of that name meanwhile.
+        The folder, which ``memory_folder`` returns from now on; its name has a random suffix if another user has taken
+        the plain one meanwhile.
 
     Raises:
         OSError: shared memory cannot be written.
@@ -266,9 +277,9 @@ def owner(folder: Path) -> FolderOwner | None:
 
 
 def linger(folder: Path, start: str) -> None:
-    """Wait until another start has taken a folder, or it has stayed for as long as it may; then remove it.
+    """Keep a folder for ``linger_s`` and then remove it, unless another start takes it before.
 
-    How long that is may change meanwhile: a supervisor whose run has ended, or does without the host, lets it go.
+    ``linger_s`` is read again each time: a supervisor whose run has ended, or does without the host, sets it lower.
     """
     since = time.monotonic()
     while (found := owner(folder)) is not None and found.start == start:
@@ -281,7 +292,7 @@ def linger(folder: Path, start: str) -> None:
 
 
 def remove_forgotten(kept: Path) -> None:
-    """Remove this user's folders of runs that are gone, where no agent was left to do so, but for the own one."""
+    """Remove this user's folders of runs that have ended and that no agent has removed, except the folder ``kept``."""
     host = socket.gethostname()
     for folder in own_folders(f"{own_prefix()}memory-"):
         if not folder.name.partition(_APART)[0].endswith(f"-{host}"):
@@ -296,7 +307,7 @@ def remove_forgotten(kept: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that nobody can take meanwhile: it has another name first."""
+    """Remove a folder; it is renamed first, so that no start can take it meanwhile."""
     aside = folder.with_name(f"{own_prefix()}removed-{secrets.token_hex(16)}")
     with contextlib.suppress(OSError):
         folder.rename(aside)
@@ -308,7 +319,7 @@ def _lives(found: FolderOwner | None) -> bool:
 
 
 def write_line(folder: Path, line: Lineage) -> None:
-    """Write what counts from now on.
+    """Write ``line.json``.
 
     Raises:
         OSError: shared memory cannot be written.
@@ -317,7 +328,7 @@ def write_line(folder: Path, line: Lineage) -> None:
 
 
 def read_line(folder: Path) -> Lineage:
-    """What counts as this host knows it; where nothing is known, all does, and nothing is verified."""
+    """Content of this host's ``line.json``; if it is missing or damaged, all slots are valid and none is verified."""
     try:
         return read_record(folder / LINE_FILE, Lineage, SLOT_FORMAT_VERSION)
     except CheckpointError as error:
@@ -327,7 +338,7 @@ def read_line(folder: Path) -> Lineage:
 
 
 def mark_verified_up_to(folder: Path, step: int) -> None:
-    """Write that an audit has agreed after a step of the start that uses the folder.
+    """Record that an audit has agreed after a step of the start that uses the folder.
 
     Raises:
         OSError: shared memory cannot be written.
@@ -337,23 +348,25 @@ def mark_verified_up_to(folder: Path, step: int) -> None:
 
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0
-"""Seconds that a partner may take for a piece of a slot, or to compare the whole, before it counts as lost."""
+"""Seconds that a partner may take to receive a piece of a slot, or to compare the slot, before it counts as lost."""
 _LARGEST_RECORD = 64 << 20
 _LARGEST_NAME = 64
 _HEAD = struct.Struct("<II")
-"""Bytes of the slot's name, and of its record."""
+"""Head of a message: number of bytes of the slot's name, and of its record."""
 _RIGHT, _WRONG = b"\1", b"\0"
 _PIECE = 1 << 22
 
 
 def partner_of(dims: ParallelDims, nodes: Mapping[str, Sequence[int]], rank: int) -> int | None:
-    """The rank whose host keeps copies for a rank; None: there is only one host.
+    """The rank whose writer keeps copies for a rank, on another host; None: there is only one host.
 
-    It is on another host, where there is one outside the hosts of the rank's replica, which are excluded together where
-    it is not clear which of them is wrong.
+    If possible it is outside the hosts of the rank's replica, since these are excluded together if it is not clear
+    which of them is faulty.
 
     Args:
+        dims: position of any rank in the layout.
         nodes: ranks of each host, in an order that is the same everywhere.
+        rank: global rank whose slots are copied.
     """
     names = list(nodes)
     own = next(name for name in names if rank in nodes[name])
@@ -369,7 +382,7 @@ def partner_of(dims: ParallelDims, nodes: Mapping[str, Sequence[int]], rank: int
 
 
 def _after(names: Sequence[str], name: str) -> list[str]:
-    """All others, beginning with the one that follows."""
+    """The names after a given one, then those before it."""
     start = names.index(name)
     return [*names[start + 1 :], *names[:start]]
 
@@ -382,11 +395,11 @@ class PartnerReplicas:
     """Receives slots of other hosts' ranks, each sender in a thread of its own.
 
     Args:
-        folder: of the run, in shared memory.
-        address: of this host, to listen on.
+        folder: folder of the run in shared memory.
+        address: address of this host to listen on.
 
     Raises:
-        OSError: the address is not known, or none of this host's.
+        OSError: the address is unknown, or not one of this host's.
     """
 
     def __init__(self, folder: Path, address: str) -> None:
@@ -396,7 +409,7 @@ class PartnerReplicas:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """TCP port on which it listens."""
         return self._door.port
 
     def _serve(self, connection: socket.socket, _hello: object) -> None:
@@ -405,11 +418,11 @@ class PartnerReplicas:
                 self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
-        """Receive a slot.
+        """Receive a slot, and answer whether it is what its record says.
 
         Raises:
-            OSError: the sender has gone, or memory is full.
-            ValueError, CheckpointError: it does not keep to the protocol.
+            OSError: the connection was closed, or memory is full.
+            ValueError, CheckpointError: the sender does not keep to the protocol.
         """
         name_bytes, record_bytes = _HEAD.unpack(_receive(connection, _HEAD.size))
         if name_bytes > _LARGEST_NAME or record_bytes > _LARGEST_RECORD:
@@ -432,7 +445,7 @@ class PartnerReplicas:
 
 
 def _take_file(connection: socket.socket, path: Path, file: HeldFile) -> bool:
-    """Receive a file into memory that is used again; returns whether it is what its digest says."""
+    """Receive a file into memory that is reused; returns whether it has the recorded digest."""
     digest = xxhash.xxh3_128()
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as opened:
         if file.size_bytes == 0:
@@ -477,7 +490,7 @@ class Partner:
         """Send a slot, and wait until the partner has compared it with its record.
 
         Raises:
-            OSError: the partner has gone, or what it got is not right.
+            OSError: the partner has gone, or the slot did not arrive as it was recorded.
         """
         text, name = record_text(record).encode(), slot.name.encode()
         self._connection.sendall(_HEAD.pack(len(name), len(text)) + name + text)

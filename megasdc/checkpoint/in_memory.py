@@ -1,15 +1,15 @@
-"""Checkpoints in the memory of hosts: taken every few steps, each rank by itself, and found again at a restart.
+"""Checkpoints in the memory of hosts: saved every few steps by each rank itself, and restored at a restart.
 
-``MemorySaver``: a rank takes its snapshot beside training and its writer makes it whole: the checksums are compared,
-the files sealed, and their digests written down. A slot is used again only once all ranks have a newer step, so that
-there is always one that all of them have. A step that holds NaN or Inf on any rank is not kept, and does not count as
-newer. With one slot for that, and one in the making, each further step between two snapshots is time for the writer;
-where every step is kept a third slot gives it that time.
+``MemorySaver``: a rank takes its snapshot beside training and its writer completes it: the checksums are compared, the
+files sealed, and their digests recorded. A slot is used again only once all ranks have a newer step, so that there is
+always one that all of them have. A step that holds NaN or Inf on any rank is not kept, and does not count as newer. Two
+slots suffice, one for that step and one for the snapshot under way: the writer works during the steps between two
+snapshots. Where every step is kept a third slot gives it that time.
 
-``find_in_memory``: the newest step of which every rank's files are found and whole. Files of a rank that now runs on
-another host are sent there. Each host puts the files that its ranks need together in a folder, as a checkpoint of
-node-local storage, which is loaded as any other. Wherever the files come from, their digests are those that were taken
-when the snapshot was made. Of another layout a host gets the shards of which its ranks read a part (``load_states``),
+``find_in_memory``: the newest step of which every rank's files are found and undamaged. Files of a rank that now runs
+on another host are sent there. Each host gathers the files that its ranks need in a folder, as a checkpoint of
+node-local storage, which is loaded as any other. Wherever the files come from, they must have the digests that were
+recorded with the snapshot. For another layout a host gets the shards of which its ranks read a part (``load_states``),
 in a folder as of shared storage.
 """
 
@@ -80,12 +80,13 @@ class _Slot:
     """Shared memory for one step.
 
     Args:
-        top: folder of the run.
-        folder: of the slot, within it.
+        top: folder of the run in shared memory.
+        folder: folder of the slot, within ``top``.
+        device: device of the run's tensors.
 
     Attributes:
-        step: that it holds or will hold, 0: none.
-        is_whole: whether this start has made it whole.
+        step: step that the slot has or is being filled with; 0: none.
+        is_whole: whether this start of the run has completed it.
     """
 
     def __init__(self, top: Path, folder: Path, device: torch.device) -> None:
@@ -93,10 +94,10 @@ class _Slot:
         self.snapshot = Snapshot(device)
 
     def empty(self) -> None:
-        """Make it hold nothing.
+        """Invalidate the slot's content, before it is filled again.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be created.
         """
         self.is_whole = False
         make_within(self._top, self.folder)
@@ -104,20 +105,22 @@ class _Slot:
 
 
 class MemorySaver:
-    """Keeps the last steps of this rank in memory.
+    """Keeps snapshots of this rank's last steps in memory.
 
     Args:
-        folder: of the run, in shared memory.
-        run: its id.
+        folder: folder of the run in shared memory.
+        run: id of the run.
         start: number of this start of the run, the first is 1.
-        place: of this rank, among ranks with node-local storage.
-        interval: steps between snapshots.
+        dims: this rank's position in the layout.
+        place: this rank and the ranks of each host, with node-local storage.
+        device: device of the run's tensors.
+        interval: number of steps from one snapshot to the next.
 
     Attributes:
-        fields: what all ranks agree on in each step.
-        skipped: snapshots that were due and not taken, since no slot was free.
-        failed: snapshots that a rank could not take.
-        stalled_s: seconds that training stood still for the last one.
+        fields: values that all ranks reduce in each step: newest complete step, problems, and a step with NaN or Inf.
+        skipped: number of snapshots that were due but not taken, since no slot was free.
+        failed: number of snapshots that were given up, since a rank could not take its own or had NaN or Inf.
+        stalled_s: seconds in which training stood still for the last snapshot.
     """
 
     def __init__(
@@ -153,13 +156,13 @@ class MemorySaver:
 
     @property
     def whole(self) -> int:
-        """Newest step that all ranks hold; 0: none yet."""
+        """Newest step whose snapshot all ranks have completed; 0: none yet."""
         return int(self._whole.value)
 
     def adopt(self, step: int) -> bool:
-        """Keep what an earlier start holds of a step, until all ranks have something newer; whether it holds that.
+        """Keep the slots in which an earlier start has kept a step, until all ranks have a newer one.
 
-        A slot has the same name here and at the partner.
+        A slot has the same name here and at the partner. Returns whether there are such slots.
 
         Collective: all ranks of the world.
         """
@@ -173,13 +176,13 @@ class MemorySaver:
         return bool(names)
 
     def join_partners(self, address: str) -> str | None:
-        """Let another host keep copies of what this one holds, and keep those of another one.
+        """Connect with partners: another host keeps copies of this rank's slots, and this host those of other ranks.
 
         Args:
-            address: of this host, by which others reach it.
+            address: address by which other hosts reach this one.
 
         Returns:
-            Why that is not possible, the same on all ranks; None: it is.
+            Reason why that is not possible, the same on all ranks; None: it is done.
 
         Collective: all ranks of the world.
         """
@@ -232,7 +235,7 @@ class MemorySaver:
         return True
 
     def wait_for_copy(self) -> None:
-        """Wait until the snapshot is copied, and let it be made whole; before the optimizer changes anything."""
+        """Wait until the snapshot is copied, and have it completed; must be called before the optimizer's update."""
         slot = self._making
         if slot is None:
             return
@@ -254,7 +257,7 @@ class MemorySaver:
         self.stalled_s += time.monotonic() - started
 
     def _head(self, slot: _Slot) -> dict[str, Any]:
-        """The record of a slot but for its files."""
+        """Fields of a slot's record (``SlotManifest``), without its files."""
         dims = self._dims
         return {
             "format_version": SLOT_FORMAT_VERSION,
@@ -280,7 +283,7 @@ class MemorySaver:
         return float(self._newest)
 
     def finish(self) -> None:
-        """Wait until all snapshots are whole that this rank and the others have begun, or have failed.
+        """Wait until the snapshots that all ranks have begun are complete or have failed.
 
         Collective: all ranks of the world.
         """
@@ -292,11 +295,11 @@ class MemorySaver:
         self._place.gather(None)  # a writer that ends no longer receives what others send it
 
     def advance(self) -> str | None:
-        """After a step: where a rank has failed, give up what is in the making; returns what happened.
+        """End a step: if a rank has a problem, give up all snapshots under way; returns a message, None: no problem.
 
-        So it is where the last snapshot holds NaN or Inf on some rank, for that alone.
+        If the last snapshot holds NaN or Inf on a rank, only that one is given up.
 
-        Collective: all ranks of the world where one has a problem.
+        Collective: all ranks of the world if one has a problem.
         """
         told = self._give_up_non_finite(int(self._bad.value)) if self._bad.value else None
         if not self._trouble.value:
@@ -304,7 +307,7 @@ class MemorySaver:
         return self._give_up()
 
     def _give_up_non_finite(self, step: int) -> str:
-        """Empty the slots of a step that is not finite on some rank, here once the writer is done with it."""
+        """Empty the slots of a step that has NaN or Inf on a rank, after this rank's writer has finished it."""
         self.failed += 1
         for slot in (one for one in self._slots if one.step == step):
             while slot in self._sent:
@@ -317,7 +320,7 @@ class MemorySaver:
         return f"the state of step {step} is not finite"
 
     def _give_up(self) -> str:
-        """Give up what is in the making, since a rank has failed.
+        """Give up the snapshots under way, since a rank has failed; returns a message.
 
         Collective: all ranks of the world.
         """
@@ -339,10 +342,10 @@ class MemorySaver:
         return told
 
     def measure(self, engine: Any, state: SavedState) -> tuple[int, int]:
-        """Bytes that all slots of this rank, and those that its writer keeps for others, take together.
+        """Memory for all slots of this rank and for those that its writer keeps for others.
 
         Returns:
-            Bytes, and how many of them are taken already.
+            Number of bytes needed, and number of bytes that are allocated already.
 
         Collective: all ranks of the world.
         """
@@ -357,7 +360,7 @@ class MemorySaver:
         return own, sum(path.stat().st_size for folder in folders for path in folder.glob("*/*.pt"))
 
     def reserve(self, engine: Any, state: SavedState) -> None:
-        """Allocate the memory of slots that hold nothing and start the writer, so that no snapshot waits for that.
+        """Allocate the memory of empty slots and start the writer, so that no snapshot waits for that.
 
         Collective: all ranks of the world.
         """
@@ -370,7 +373,7 @@ class MemorySaver:
             self._writer.start()
 
     def close(self) -> None:
-        """End the writer; what is held stays."""
+        """End the writer; the slots stay in memory."""
         self._writer.close()
         for slot in self._slots:
             slot.snapshot.close()
@@ -381,7 +384,10 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class FileSource:
-    """Where a rank's files of a step are: ``leader``: rank that reads for the host; ``is_guest``: kept for another."""
+    """A slot with a rank's files of a step, and the host that has it.
+
+    ``leader``: first rank on that host now, which reads the files; ``held``: the slot.
+    """
 
     leader: int
     held: MemorySlot
@@ -389,13 +395,14 @@ class FileSource:
 
 @dataclass(frozen=True)
 class InMemoryCheckpoint:
-    """A step that can be restored.
+    """A step that can be restored from memory.
 
     Attributes:
-        start: of the run, that made it.
-        sources: of each rank, one that was found to be right.
-        verified: an audit has agreed after it.
-        skipped: newer steps, each with the reason.
+        step: optimizer step, first is 1.
+        start: number of the start of the run that made the snapshots.
+        sources: an undamaged slot of each rank, by rank.
+        verified: whether an audit has agreed after the step.
+        skipped: reason why each newer step was passed over, by step.
     """
 
     step: int
@@ -406,21 +413,21 @@ class InMemoryCheckpoint:
 
     @property
     def layout(self) -> Layout:
-        """That the run had then."""
+        """Layout of the run when the snapshots were taken."""
         return _layout(self.sources[0].held.record)
 
     @property
     def origin(self) -> str:
-        """Whose memory the files come from, in words."""
+        """Text on the source of the files, for messages: own memory, and ranks whose files partners kept."""
         guests = [rank for rank, source in self.sources.items() if source.held.is_guest]
         return f"memory, ranks {', '.join(map(str, guests))} from their partners" if guests else "memory"
 
     def line(self, start: int, place: FolderRanks) -> Lineage:
-        """What counts from now on, where a start goes on from it.
+        """Lineage of a start that resumes from this step.
 
         Args:
-            start: its number.
-            place: of this rank, with the hosts of the start.
+            start: number of that start.
+            place: this rank and the hosts of the start.
         """
         made_by: dict[str, list[int]] = {}
         for rank, source in self.sources.items():
@@ -443,14 +450,14 @@ def find_in_memory(
     newest: int | None = None,
     verified_only: bool,
 ) -> InMemoryCheckpoint | None:
-    """The newest step that all hosts together hold; None: there is none.
+    """The newest step of which all ranks' files are in the hosts' memory; None: there is none.
 
     Args:
-        folder: of the run in this host's memory.
-        run: its id.
-        dims: whose layout it must have been made with; None: any.
-        ranks: with node-local storage.
-        newest: newer ones are passed over; None: none.
+        folder: folder of the run in this host's memory.
+        run: id of the run.
+        dims: position in the layout that the step must have been saved with; None: any layout.
+        ranks: all ranks, with node-local storage.
+        newest: last step that may be used; newer ones are passed over. None: no limit.
         verified_only: whether an audit must have agreed after the step.
 
     Collective: all ranks of the world.
@@ -503,7 +510,7 @@ def _by_rank(sources: Sequence[FileSource], place: FolderRanks) -> dict[int, lis
 
 
 def _why_not(sources: Sequence[FileSource], wanted: Layout) -> str | None:
-    """Why a step cannot be restored, whatever its files are like."""
+    """Reason why a step cannot be restored: another layout, or ranks without a slot; None: no reason is known yet."""
     layouts = {str(_layout(one.held.record)) for one in sources}
     if layouts != {str(wanted)}:
         return f"it was made with {', '.join(sorted(layouts))}, this run has {wanted}"
@@ -514,7 +521,7 @@ def _why_not(sources: Sequence[FileSource], wanted: Layout) -> str | None:
 
 
 def _check(sources: Sequence[FileSource], place: FolderRanks) -> list[FileSource]:
-    """The sources whose files all have their digests; each host's ranks share the work.
+    """The sources whose files all have the recorded digests; each host's ranks share the work.
 
     Collective: all ranks.
     """
@@ -544,7 +551,10 @@ def _is_whole(folder: Path, file: HeldFile, advance: Callable[[int], None] | Non
 
 @dataclass
 class _Plan:
-    """Files of a host's restored folder: ``links``: on it already; ``sent``: from another host, by its leader."""
+    """Sources of the files of a host's restored folder, by file name.
+
+    ``links``: files that are on the host already; ``sent``: files that another host's leader sends.
+    """
 
     links: dict[str, FileSource] = field(default_factory=dict)
     sent: dict[str, FileSource] = field(default_factory=dict)
@@ -553,14 +563,17 @@ class _Plan:
 def restore(
     found: InMemoryCheckpoint, folder: Path, dims: ParallelDims, ranks: CheckpointGroup, totals: Sequence[int]
 ) -> SelectedCheckpoint:
-    """Put together on every host what its ranks need of a step, as a checkpoint to load.
+    """Gather on every host the files of a step that its ranks need, as a checkpoint to load.
 
     Args:
-        folder: of the run in this host's memory.
-        totals: elements of each group of this rank's optimizer, of all replicas together.
+        found: the step.
+        folder: folder of the run in this host's memory.
+        dims: this rank's position in the layout of the run now.
+        ranks: all ranks, with node-local storage.
+        totals: number of elements of each parameter group of this rank's optimizer, over all replicas.
 
     Raises:
-        StorageError: memory is full, or something cannot be read; on all ranks.
+        StorageError: memory is full, or a file cannot be read or sent; on all ranks.
 
     Collective: all ranks of the world.
     """
@@ -595,7 +608,7 @@ def restore(
 
 
 def _plan(leader: int, needed: Iterable[tuple[FileSource, list[str]]]) -> _Plan:
-    """Where the files come from that the ranks of a leader's host need; of several sources one on it is taken."""
+    """Sources of the files that the ranks of a leader's host need; a source on that host is preferred."""
     plan = _Plan()
     for source, names in needed:
         known = plan.links if source.leader == leader else plan.sent
@@ -606,7 +619,7 @@ def _plan(leader: int, needed: Iterable[tuple[FileSource, list[str]]]) -> _Plan:
 
 
 def _needed(found: InMemoryCheckpoint, ranks: Sequence[int]) -> Iterator[tuple[FileSource, list[str]]]:
-    """Files that these ranks need: their own, the weights and the file of their stages, the shared state."""
+    """Files that these ranks need: their own, weights and stage file of their stages, and the shared state."""
     names = _names(found)
     for rank in ranks:
         yield found.sources[rank], names[rank]
@@ -620,9 +633,10 @@ def _needed(found: InMemoryCheckpoint, ranks: Sequence[int]) -> Iterator[tuple[F
 def _needed_of_other(
     found: InMemoryCheckpoint, ranks: Sequence[int], dims: ParallelDims, totals: Sequence[Sequence[int]]
 ) -> Iterator[tuple[FileSource, list[str]]]:
-    """Files of another layout that these ranks need: shards, all of them where stages or tensor ranks are others.
+    """Files of another layout that these ranks need: optimizer shards, all stage files, and the shared state.
 
-    Besides, the files of all stages and the shared state; ``totals``: of each rank.
+    If the number of stages or tensor ranks differs, they need all shards. ``totals``: number of elements of each
+    parameter group of each rank's optimizer, [rank][group].
     """
     names, saved = _names(found), found.layout
     shards: set[int] = set()
@@ -647,16 +661,16 @@ def _names(found: InMemoryCheckpoint) -> dict[int, list[str]]:
 
 
 def _holder(found: InMemoryCheckpoint, name: str, leader: int) -> int:
-    """The first rank that has a file, one whose files are on a leader's host before others."""
+    """The first rank whose slot has a file; slots on the leader's host come first."""
     holders = [rank for rank, names in _names(found).items() if name in names]
     return min(holders, key=lambda rank: (found.sources[rank].leader != leader, rank))
 
 
 def _move(plans: Mapping[str, _Plan], target: Path, place: FolderRanks) -> None:
-    """Link what is here, and send what is not, host after host in the same order on all ranks.
+    """Link the files that are on this host, and send the others, host after host in the same order on all ranks.
 
     Raises:
-        OSError: a file cannot be read or written, or did not arrive as it was; only after all others were sent.
+        OSError: a file cannot be read or written, or did not arrive as it was; raised after all others were sent.
 
     Collective: the leaders of all hosts.
     """
@@ -684,7 +698,7 @@ def _move(plans: Mapping[str, _Plan], target: Path, place: FolderRanks) -> None:
 
 
 def _send(path: Path, size: int, to: int, group: dist.ProcessGroup | None) -> None:
-    """Send a file; what cannot be read is sent as zeros, since the receiver waits for all of it."""
+    """Send a file; parts that cannot be read are sent as zeros, since the receiver waits for all of it."""
     failed: OSError | None = None
     for start in range(0, size, _CHUNK_BYTES):
         piece = bytearray(min(_CHUNK_BYTES, size - start))
@@ -700,7 +714,7 @@ def _send(path: Path, size: int, to: int, group: dist.ProcessGroup | None) -> No
 
 
 def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup | None) -> None:
-    """Receive a file, all of it also where it cannot be written."""
+    """Receive a file and compare it with its digest; all of it is received even if it cannot be written."""
     failed: OSError | None = None
     for start in range(0, told.size_bytes, _CHUNK_BYTES):
         piece = torch.empty(min(_CHUNK_BYTES, told.size_bytes - start), dtype=torch.uint8)
@@ -717,7 +731,7 @@ def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup |
 
 
 def _manifest(found: InMemoryCheckpoint, plan: _Plan, nodes: dict[str, list[int]], node: str | None) -> Manifest:
-    """``node``: whose files these are; None: they are those of all ranks."""
+    """Manifest of a restored folder; ``node``: the host whose files it has; None: it has those of all ranks."""
     record: SlotManifest = found.sources[0].held.record
     names = {**plan.links, **plan.sent}
     files = [

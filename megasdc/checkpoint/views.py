@@ -1,8 +1,8 @@
-"""View of a checkpoint as one model: its logical tensors and values, and where each is stored at any layout.
+"""View of a checkpoint as one model: its logical tensors and values, and their storage locations at any layout.
 
 A ``View`` is of any format; opening one reads only the metadata that locates tensors, so it is small however large the
-checkpoint is. A ``Copy`` of a logical tensor is made of ``Piece``s: where its elements are stored, and which rank wrote
-them. ``open_deepspeed`` gives that of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1.
+checkpoint is. A ``Copy`` of a logical tensor is made of ``Piece``s: locations of its elements, and the rank that wrote
+them. ``open_deepspeed`` opens that of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1.
 
 Weights: one file per pipeline layer and tensor rank. Master weights and moments: the parameters of a stage are
 concatenated into one flat tensor per group, padded (``shard_elements``); each rank has one contiguous shard. Offsets
@@ -83,8 +83,9 @@ class PieceError(Exception):
 class Piece:
     """A run of contiguous elements in one file.
 
-    ``stored`` returns the stored tensor that contains it (its extent, or its values), which must have ``shape`` and
-    ``dtype`` unless None; ``start``: its first element there; ``holds``: another piece that the file claims to hold.
+    ``owner``: rank that wrote it; ``numel``: number of elements; ``stored``: function that returns the stored tensor
+    that contains it (extent, or values), which must have ``shape`` and ``dtype`` unless None; ``start``: index of its
+    first element there; ``holds``: description of another piece that the file claims to hold; empty: it does not.
     """
 
     file: Path
@@ -121,7 +122,7 @@ class Piece:
 class Copy:
     """One copy of a whole logical tensor; ``shape`` includes the vocabulary's padding if the format stores it.
 
-    ``shards``: for each tensor rank that it is split over, its pieces in order.
+    ``shards``: pieces of each tensor rank that it is split over, in order; ``split``: way in which it is split.
     """
 
     shape: tuple[int, ...]
@@ -140,7 +141,7 @@ class Copy:
 
     @property
     def arrangement(self) -> Places:
-        """Maps elements to pieces."""
+        """Map of elements to pieces."""
         periods = {Split.ROW: self.shape[0] if self.shape else 1, Split.GATED: 2}.get(self.split, 1)
         shards = tuple(tuple(piece.numel for piece in shard) for shard in self.shards)
         numel = prod(self.shape)
@@ -200,7 +201,7 @@ class Entry:
 
     @classmethod
     def of_piece(cls, piece: Piece, shape: tuple[int, ...], real_rows: int | None = None) -> Entry:
-        """A tensor of which there is one copy, in one piece."""
+        """A tensor with a single copy, in one piece."""
         return cls((Copy(shape, ((piece,),)),), real_rows)
 
     @property
@@ -225,8 +226,9 @@ class Scalar:
 class View:
     """A checkpoint in canonical form: entries by (fqn, slot), scalars by name (those of one rank begin with ``rank``).
 
-    ``layout``: of the ranks that saved it, None for a format without one; ``problems``: files of values that cannot be
-    read, those of tensors are found on reading; ``derived``: weights from master weights, if the format stores none.
+    ``layout``: layout of the ranks that saved it, None for a format without one; ``records``: the manifest's records by
+    path; ``problems``: messages on files of scalars that cannot be read (those of tensors are found on reading);
+    ``notes``: remarks for the user; ``derived``: weights from master weights, if the format stores none.
     """
 
     path: Path
@@ -244,7 +246,10 @@ class View:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def changed(self, file: Path) -> bool | None:
-        """Whether a file changed since it was saved; None: not in a manifest. Reads it once, else CheckpointError."""
+        """Whether a file changed since it was saved; None: it is in no manifest.
+
+        The file is read at the first call; CheckpointError if that is not possible.
+        """
         with self._lock:
             if file not in self._changed:
                 record = self.records.get(file)
@@ -297,9 +302,9 @@ Fragments = dict[str, tuple[int, int]]
 
 
 def shard_fragments(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, list[Fragments]]:
-    """Elements of each rank's ZeRO-1 shard of a group, with padding, and the fragments in each of ``replicas`` shards.
+    """Number of elements of each rank's ZeRO-1 shard of a group, with padding, and the fragments in each shard.
 
-    ``shapes``: of one stage and tensor rank, in order.
+    ``shapes``: shapes of the group's parameters on one stage and tensor rank, in order; ``replicas``: number of shards.
     """
     total = sum(prod(shape) for shape in shapes.values())
     length = shard_elements(total, replicas)
@@ -318,10 +323,10 @@ def shard_fragments(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, 
 def locate_shards(
     files: StateFiles, shards: Sequence[tuple[Path, WriterRank]], group: int, shapes: dict[str, torch.Size]
 ) -> tuple[dict[tuple[str, Slot], tuple[Piece, ...]], dict[str, Scalar]]:
-    """Locate master weights and moments of a group of a stage's parameters; also step and rate of each rank.
+    """Locate master weights and moments of a group of a stage's parameters; also step and learning rate of each rank.
 
-    ``shards``: file and rank of each, by dp rank; ``shapes``: of the group's parameters on this stage and tensor rank,
-    in order. CheckpointError if the map in a file is none that ZeRO-1 makes.
+    ``shards``: file and writer of each shard, by dp rank; ``shapes``: shapes of the group's parameters on this stage
+    and tensor rank, in order. CheckpointError if the map in a file is none that ZeRO-1 makes.
     """
     laid = shard_fragments(shapes, len(shards))
     found: dict[tuple[str, Slot], list[Piece]] = {}
@@ -373,9 +378,10 @@ def _shard_scalars(files: StateFiles, file: Path, owner: WriterRank, group: int)
 def read_stage(
     files: StateFiles, file: Path, owner: WriterRank, pp_rank: int, tp_rank: int
 ) -> tuple[dict[str, Any], dict[str, Scalar]]:
-    """Read the file of a stage: its content, with ``param_shapes`` (shapes by name, for each group), and its counters.
+    """Read a stage file; returns its content and its counters as scalars.
 
-    CheckpointError if it is missing, or lacks required keys.
+    The content has ``param_shapes``: shapes by name, for each group. CheckpointError if the file is missing, or lacks
+    required keys.
     """
     try:
         state: dict[str, Any] = files.load(file)
@@ -411,7 +417,7 @@ def state_digest(state: Any) -> str:
 
 
 def _check_map(files: StateFiles, file: Path, group: int, dp_rank: int, expected: list[Fragments]) -> str:
-    """Name of the other shard that the file claims to hold; empty: the expected one."""
+    """Description of the other shard that the file claims to hold; empty: it has the expected one."""
     try:
         mapping = files.load(file)["optimizer_state_dict"]["param_slice_mappings"][group]
         found = {name: (address.start, address.numel) for name, address in mapping.items()}
@@ -432,8 +438,9 @@ def _check_map(files: StateFiles, file: Path, group: int, dp_rank: int, expected
 
 
 def _master_length(files: StateFiles, file: Path, dp_rank: int, laid: tuple[int, list[Fragments]]) -> int:
-    """Elements of a group's master weights in one rank's file; only the optimizer that omits the last rank's padding
-    saves ``zero_stage``.
+    """Number of elements of a group's master weights in one rank's file.
+
+    The optimizer that omits the last rank's padding is the one that saves ``zero_stage``.
     """
     length, expected = laid
     try:
@@ -457,13 +464,13 @@ def open_deepspeed(path: Path) -> View:
 
 @dataclass(frozen=True)
 class States:
-    """Where the optimizer's states of a checkpoint are.
+    """Locations of the optimizer's states in a checkpoint.
 
     Attributes:
-        copies: of a parameter's state, by name of the pipeline with backend ``torch`` and slot.
+        copies: copies of each parameter's state, by parameter name in a pipeline with backend ``torch`` and slot.
         shapes: unsharded shape of every parameter of the model, by its name in the pipeline.
         stage: content of the file of the first stage.
-        files: through which all of it is read.
+        files: open files through which the states are read.
     """
 
     copies: dict[tuple[str, Slot], list[Copy]]
@@ -473,12 +480,14 @@ class States:
 
 
 def locate_states(path: Path, names: Collection[str]) -> States:
-    """Locate master weights and moments of some parameters, whichever of the checkpoint's other files are there.
+    """Locate master weights and moments of some parameters; files of other states may be missing.
 
     Args:
-        names: of the parameters in the pipeline.
+        path: folder of the checkpoint.
+        names: names of the parameters in the pipeline.
 
-    CheckpointError as of ``open_deepspeed``.
+    Raises:
+        CheckpointError: as ``open_deepspeed``.
     """
     return _Opening(path).states(names)
 
@@ -496,7 +505,7 @@ def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
 
 
 class _Opening:
-    """The work of ``open_deepspeed``."""
+    """Reader of the metadata of a checkpoint of DeepSpeed, for ``open_deepspeed`` and ``locate_states``."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.files = path, StateFiles()
@@ -542,7 +551,7 @@ class _Opening:
         )
 
     def states(self, names: Collection[str]) -> States:
-        """Where the states of some parameters are."""
+        """Locations of the states of some parameters; ``names``: their names in the pipeline."""
         shapes: dict[str, list[int]] = {}
         first: dict[str, Any] = {}
         for pp_rank in range(self.layout.pipeline):
