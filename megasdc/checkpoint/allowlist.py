@@ -172,8 +172,9 @@ def load_checked(path: Path | str, map_location: Any = "cpu", *, mmap: bool = Fa
     """Check a file of ``torch.save`` and load it through torch's restricted unpickler.
 
     Args:
-        mmap: map tensors instead of reading them; enough to learn whether the file can be loaded.
-        members: accept members of enumerations in the form of ``MEMBER``; only where DeepSpeed does not open the file.
+        mmap: whether tensors are mapped instead of read; enough to learn whether the file can be loaded.
+        members: whether enumeration members in the form of ``MEMBER`` are accepted; only where DeepSpeed does not open
+            the file.
 
     Raises:
         CheckpointError: the file is unsafe or damaged.
@@ -233,19 +234,19 @@ class _WithoutPromise(io.RawIOBase):
         return -1 if found < 0 else directory + found
 
     def readable(self) -> bool:
-        """It can be read."""
+        """Always true: the file can be read."""
         return True
 
     def seekable(self) -> bool:
-        """It has places."""
+        """Always true: the file has positions."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place."""
+        """Move to a position; returns it."""
         return self._file.seek(offset, whence)
 
     def readinto(self, buffer: Any) -> int:
-        """Read as the file does, but for the name."""
+        """Read from the file, with the member's name replaced."""
         start = self._file.tell()
         count = self._file.readinto(buffer)
         first, end = max(start, self._at), min(start + count, self._at + len(_PROMISE))

@@ -22,9 +22,9 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 HEAD = "lm_head.weight"
 _WORD_EMBEDDINGS = ("wte.weight", "embed_tokens.weight")
 _ELEMENTS = 1 << 22
-"""Of a matrix, that are compared at once."""
+"""Maximum number of elements of a matrix that are compared at once."""
 MAX_JSON_BYTES = 256 << 20
-"""Of a file of a model that is read at once; the index of a trillion parameters has some 20 MB."""
+"""Largest size of a model's JSON file; the index of a trillion parameters has some 20 MB."""
 
 
 class HfShards:

@@ -57,7 +57,7 @@ class Stamp:
 class Extent:
     """A run of elements in a file, in row-major order.
 
-    ``stamp``: of the file when its offsets were determined; ``offset``: byte of the first element.
+    ``stamp``: stamp of the file when its offsets were determined; ``offset``: byte of the first element.
     """
 
     file: Path
@@ -149,9 +149,9 @@ def changed_error(file: Path, before: Stamp, now: Stamp) -> CheckpointError:
 
 
 def place_in_file(value: Tensor) -> tuple[int, int]:
-    """Byte of the first element in its file of a tensor that was loaded onto ``meta``, and number of stored elements.
+    """Location in its file of a tensor that was loaded onto ``meta``.
 
-    Counted from its first element to its last, gaps included.
+    Returns the byte of its first element, and the number of stored elements from its first to its last, gaps included.
     """
     stored: Any = value.untyped_storage()  # torch.load notes the place in the file on it (2.13)
     offset = int(stored._checkpoint_offset) + int(value.storage_offset()) * value.element_size()
@@ -251,7 +251,7 @@ _NAMED = {
 }  # fmt: skip
 
 MAX_HEADER_BYTES = 100_000_000
-"""Source: ``MAX_HEADER_SIZE`` of the library."""
+"""Largest header of a safetensors file; source: ``MAX_HEADER_SIZE`` of the library."""
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -371,7 +371,7 @@ Part = tuple[int, int, Tensor]
 
 
 class Places(Protocol):
-    """Maps elements to pieces; see ``Arrangement``."""
+    """Map of a tensor's elements to pieces; see ``Arrangement``."""
 
     def cut(self, start: int, flat: Tensor) -> Iterator[Part]:
         """Cut a range of the whole tensor at piece boundaries; parts of a piece come in order."""
@@ -382,10 +382,10 @@ class Places(Protocol):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Maps elements to pieces.
+    """Map of a tensor's elements to pieces of interleaved shards.
 
-    Shards are interleaved: the whole tensor is [periods, shards, width], and shard s has [:, s] of it. This covers
-    tensors split by columns, and gated ones whose halves are split. ``pieces``: elements of each piece, by shard.
+    The whole tensor is [periods, shards, width], and shard s has [:, s] of it. This covers tensors split by columns,
+    and gated ones whose halves are split. ``pieces``: number of elements of each piece, by shard.
     """
 
     numel: int
@@ -394,7 +394,7 @@ class Arrangement:
 
     @property
     def period(self) -> int:
-        """Elements of one period, over all shards."""
+        """Number of elements of one period, over all shards."""
         return self.width * len(self.pieces)
 
     @cached_property
@@ -539,7 +539,7 @@ class BlockArrangement:
     blocks: tuple[TensorBlock, ...]
 
     def cut(self, start: int, flat: Tensor) -> Iterator[Part]:
-        """Cut a range of the whole tensor into what pieces hold; see ``Arrangement.cut``."""
+        """Cut a range of the whole tensor at the boundaries of pieces; see ``Arrangement.cut``."""
         end = start + flat.numel()
         for number, block in enumerate(self.blocks):
             runs = range(block.num_runs)

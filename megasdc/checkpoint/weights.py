@@ -9,8 +9,8 @@ The weights of a checkpoint (``CheckpointWeights``) need no engine, process grou
 memory-mapped: at most one layer is held. A ``View`` would open more: it locates the optimizer's states too, and for
 that unpickles the files of all ranks.
 
-``open_start``: weights from which a new run starts, and whether they fit its model and its data. Weights alone are
-taken, in the type in which they were saved: of a bf16 run not the optimizer's fp32 copies.
+``open_start``: weights from which a new run starts, and checks that they fit its model and its data. Only weights are
+read, in the type in which they were saved: for a bf16 run not the optimizer's fp32 copies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megasdc.model.sizes import padded_vocab_size
 
 MODEL_FILE = "model.json"
 GENERATION_FILE = "generation_config.json"
-"""Of ``transformers``, as it came with the weights; it is passed on and not read."""
+"""Name of a file of ``transformers`` that came with the weights; it is passed on and not read."""
 TOKENIZER_FOLDER = "tokenizer"
 FORMAT_VERSION = 1
 
@@ -66,12 +66,12 @@ class WeightsManifest(Record):
 
     Attributes:
         kind: distinguishes it from a checkpoint's manifest.
-        source: what it was imported from.
-        vocab_size: rows of the word embedding.
-        tokenizer_vocab_size: entries of its tokenizer; None: no usable one came with it.
+        source: folder or name of the model that was imported.
+        vocab_size: number of rows of the word embedding.
+        tokenizer_vocab_size: number of entries of its tokenizer; None: no usable one came with it.
         end_of_document: id from the tokenizer, or from the imported configuration; None: unknown.
         token_ids: ids of special tokens in the imported configuration, by its keys; None: an older import.
-        files: by name, including the tokenizer's.
+        files: size and checksum of each file by name, including the tokenizer's.
     """
 
     format_version: int
@@ -236,8 +236,8 @@ class WeightSource(Protocol):
     """Unsharded weights of a model: a checkpoint of any layout, or a folder of initial weights.
 
     Attributes:
-        vocab_size: real rows of the vocabulary.
-        tokenizer_checksum: of the tokenizer that it was trained with; None: not known.
+        vocab_size: number of real rows of the vocabulary, without padding.
+        tokenizer_checksum: checksum of the tokenizer that it was trained with; None: not known.
         step: optimizer step of a checkpoint; None: initial weights.
         config: the resolved configuration of the run; None: initial weights.
     """
@@ -336,8 +336,8 @@ def open_weights(
     Args:
         path: a checkpoint, a folder of checkpoints (the newest valid one is used; those passed over are logged), or a
             folder made by ``megasdc import-hf``.
-        progress: draw a bar on standard error where it is a terminal.
-        accept: called with the model before the files are read, to refuse it early.
+        progress: whether a bar is drawn on standard error where it is a terminal.
+        accept: function called with the model before the files are read, to refuse it early.
 
     Returns:
         A ``WeightSource``.
@@ -382,7 +382,7 @@ def load_weights(
     Args:
         parameters: (name in the pipeline, parameter) of this rank.
         model: the section that the parameters were built from.
-        vocab_size: real entries of the vocabulary.
+        vocab_size: number of real entries of the vocabulary.
         tensor: number of tensor ranks.
 
     Raises:

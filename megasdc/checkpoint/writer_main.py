@@ -1,6 +1,6 @@
-"""The process that writes a rank's snapshots: it seals, writes, renames and deletes while the rank trains.
+"""Program of a rank's writer process, which seals, writes, renames and deletes files while the rank trains.
 
-It runs where the system has nothing else to do, and ends with its rank.
+It runs with idle priority, and ends with its rank.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from megasdc.common.durable import commit_folder, sync_path, write_durably
 
 _PIECE = 1 << 23
 _HOST_ALGORITHM = "xxh3_64.v1"
-"""Algorithm that is computed here without torch."""
+"""Name of the checksum algorithm that is computed here without torch."""
 _PR_SET_PDEATHSIG = 1
 
 
 class TornError(Exception):
-    """A part of a file is not what it was in the rank."""
+    """A part of a snapshot's file differs from the rank's tensor or pickle."""
 
 
 def main(connection: Connection, parent: int, *, describes: bool) -> None:
     """Do tasks until the rank has closed the pipe or has ended.
 
     Args:
+        connection: pipe to the rank.
         parent: process id of the rank.
-        describes: it will describe files, so that what this needs is loaded now.
+        describes: whether it will describe files, so that the modules for that are loaded now.
     """
     _follow(parent)
     if describes:
@@ -100,12 +101,12 @@ class _Exchange:
         self._guests: PartnerReplicas | None = None
 
     def listen(self, task: Listen) -> TaskResult:
-        """Receive from others."""
+        """Start to receive slots of other hosts' ranks; the result has port and secret."""
         self._guests = PartnerReplicas(task.folder, task.address)
         return TaskResult(port=self._guests.port, token=self._guests.token)
 
     def join(self, task: Join) -> TaskResult:
-        """Send to one."""
+        """Connect to a partner, which gets a copy of each further slot."""
         try:
             self._partner = Partner(task.address, task.port, task.token)
         except OSError as error:
@@ -113,7 +114,7 @@ class _Exchange:
         return TaskResult()
 
     def store(self, task: StoreTask) -> TaskResult:
-        """Store a snapshot here, and what is held also at the partner."""
+        """Store a snapshot here, and a memory slot also at the partner."""
         answer = store(task)
         if self._partner is not None and task.held is not None:
             try:
@@ -126,11 +127,11 @@ class _Exchange:
 def store(task: StoreTask) -> TaskResult:
     """Seal, write and check files.
 
-    What a file holds is compared with the rank's checksums only after its digest was taken: what changes earlier is
-    found here, what changes later by whoever compares the digest.
+    A file's content is compared with the rank's checksums only after its digest was taken: an earlier change is found
+    here, a later one by whoever compares the digest.
 
     Raises:
-        TornError: a part of a file is not what it was in the rank.
+        TornError: a part of a file differs from the rank's tensor or pickle.
         OSError: a disk is full, or a folder is not writable.
         CheckpointError: a pickle would be refused when loaded.
     """
@@ -153,7 +154,7 @@ def store(task: StoreTask) -> TaskResult:
 
 
 def held_record(task: StoreTask, stored: list[StoredFile]) -> SlotManifest:
-    """What the folder of a snapshot holds."""
+    """Record of a memory slot with its stored files."""
     files = [
         HeldFile(name=one.name, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, tensors=one.described)
         for one in sorted(stored, key=lambda one: one.name)
@@ -212,7 +213,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _described(path: Path, described: dict[str, str] | None) -> StoredFile:
-    """What a manifest says of a written file, which is read again."""
+    """Entry of a written file for the manifest; the file is read again for its digests."""
     from megasdc.checkpoint.allowlist import check_pickle
     from megasdc.checkpoint.manifest import digest_file
 
@@ -223,10 +224,10 @@ def _described(path: Path, described: dict[str, str] | None) -> StoredFile:
 
 
 def act(task: Act) -> TaskResult:
-    """Change names.
+    """Write small files, rename a folder and delete others.
 
     Raises:
-        OSError: a text cannot be written, or the folder not be renamed; what follows was not done.
+        OSError: a file cannot be written, or the folder cannot be renamed; the later changes were not made.
         FencedError: another launch has taken the folder; nothing was done.
     """
     if task.fence is not None:

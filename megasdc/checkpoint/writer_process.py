@@ -1,11 +1,11 @@
-"""The process that writes for a rank, as the rank sees it: tasks and answers, and files that it seals; no torch.
+"""Writer process of a rank, seen from the rank: tasks, answers, and layout of the files that it seals; no torch.
 
 A file of ``torch.save`` is laid out before its tensors are there, which are filled in later, in any order. It is a zip
 archive of uncompressed members: a pickle, a few notes on the format, and the bytes of each tensor, which begin at
-multiples of 64 so that they can be mapped. All but the checksums of the tensors is known beforehand. ``seal`` completes
-the file. Source: the zip format, PKWARE's APPNOTE.TXT 6.3; the members are those of torch 2.13.
+multiples of 64 so that they can be mapped. Everything but the checksums of the tensors is known beforehand. ``seal``
+completes the file. Source: the zip format, PKWARE's APPNOTE.TXT 6.3; the members are those of torch 2.13.
 
-What runs in the process is ``megasdc.checkpoint.writer_main``; the rank never waits for it.
+The process runs ``megasdc.checkpoint.writer_main``; the rank never waits for it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _END64, _LOCATOR, _END = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI"), s
 _WIDE = struct.Struct("<2H2Q")
 """Extra field with both sizes in 64 bits."""
 _MARK, _MARK16 = 0xFFFFFFFF, 0xFFFF
-"""Instead of a number that is in an extra field or in the 64-bit end."""
+"""Placeholders for a number that is in an extra field or in the 64-bit end."""
 _ALIGNMENT = 64
 _PADDING = struct.Struct("<2sH")
 _OLD_VERSION, _WIDE_VERSION = 20, 45
 _DATE = 0x21
-"""The first of January 1980, as torch writes."""
+"""MS-DOS date of each member: the first of January 1980, as torch writes."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Member:
     """One member of the archive.
 
     Attributes:
-        name: with the archive's own name before it.
-        header_at: offset of its local header.
-        offset: of its first byte.
-        size_bytes: of its content.
-        content: its bytes; None: of a tensor, filled in later.
+        name: name of the member, after the archive's own name and a slash.
+        header_at: offset of its local header in the file, bytes.
+        offset: offset of its first content byte in the file.
+        size_bytes: size of its content.
+        content: content of the pickle or of a note; None: a tensor's bytes, filled in later.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Member:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where everything lies in a file.
+    """Offsets of all parts of a file.
 
     Attributes:
-        members: in order of offset.
-        directory_at: where the archive's directory begins.
-        size_bytes: of the whole file.
+        members: members of the archive, in order of offset.
+        directory_at: offset of the archive's directory, bytes.
+        size_bytes: size of the whole file.
     """
 
     members: tuple[Member, ...]
@@ -76,16 +76,16 @@ class FileLayout:
 
     @property
     def tensors(self) -> tuple[Member, ...]:
-        """The members whose bytes are filled in, in the order in which they were given."""
+        """Members with the bytes of tensors, in the order in which the tensors were given."""
         return tuple(one for one in self.members if one.content is None)
 
     @property
     def contents(self) -> list[bytes]:
-        """The pickle and the notes."""
+        """Contents of the pickle and the notes."""
         return [one.content for one in self.members if one.content is not None]
 
     def without_contents(self) -> FileLayout:
-        """The same, where the pickle and the notes are in the file already."""
+        """The same layout without these contents, for a file that has them already."""
         members = (replace(one, content=None if one.content is None else b"") for one in self.members)
         return replace(self, members=tuple(members))
 
@@ -93,7 +93,7 @@ class FileLayout:
         """Write the pickle and the notes.
 
         Args:
-            file: ``size_bytes``, writable.
+            file: memory of the file, [size_bytes], writable.
         """
         for member in self.members:
             if member.content is not None:
@@ -101,12 +101,12 @@ class FileLayout:
 
 
 def lay_out(archive: str, pickled: bytes, tensor_bytes: Sequence[int]) -> FileLayout:
-    """Place a pickle and tensors in a file.
+    """Layout of a file with a pickle and tensors.
 
     Args:
-        archive: name that all members have in common, that of the file without its ending.
-        pickled: refers to the tensors by their index.
-        tensor_bytes: size of each tensor, [tensors].
+        archive: first part of all members' names: the name of the file without its ending.
+        pickled: the pickle, which refers to the tensors by their index.
+        tensor_bytes: bytes of each tensor, [tensors].
     """
     contents: list[tuple[str, bytes | int]] = [
         ("data.pkl", pickled),
@@ -132,7 +132,7 @@ def seal(file: memoryview, layout: FileLayout) -> None:
     """Write the headers of all members and the archive's directory, once all contents are there.
 
     Args:
-        file: ``layout.size_bytes``, writable.
+        file: memory of the file, [layout.size_bytes], writable.
     """
     place = layout.directory_at
     for member in layout.members:
@@ -173,7 +173,7 @@ def _central_header(member: Member, checksum: int) -> bytes:
 
 
 def _end(count: int, start: int, size: int) -> bytes:
-    """The end of the directory, in 64 bits too."""
+    """End records of the directory, with 64-bit and with 32-bit numbers."""
     wide = _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
     locator = _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
     counts = min(count, _MARK16)
@@ -185,11 +185,13 @@ class TakenFile:
     """A file of a snapshot that is filled but not sealed.
 
     Attributes:
-        path: where other processes can open it.
-        checksums: of its tensors before they were copied, in the order of the layout.
-        algorithm: of the checksums.
-        element_bytes: size of an element of each tensor.
-        contents: XXH3-64 of the pickle and the notes, in the order of the layout.
+        name: name in the checkpoint's folder.
+        path: path by which other processes can open it.
+        layout: offsets of its parts, without contents.
+        checksums: checksum of each tensor before it was copied, in the order of the layout.
+        algorithm: name of the checksums' algorithm.
+        element_bytes: bytes of an element of each tensor.
+        contents: XXH3-64 of the pickle and of each note, in the order of the layout.
         described: for a layer's file, data type and shape of each tensor, else None.
         finite: whether its tensors held neither NaN nor Inf.
     """
@@ -207,13 +209,14 @@ class TakenFile:
 
 @dataclass(frozen=True)
 class StoreTask:
-    """Task: seal a snapshot's files, write them, and compare what they hold with the checksums.
+    """Task: seal a snapshot's files, write them, and compare their content with the checksums.
 
     Attributes:
+        files: the snapshot's files.
         target: folder to write them into.
-        in_place: they lie in that folder already.
-        texts: further files, by name.
-        held: the record of what is held in memory but for its files; None: there is none.
+        in_place: whether they lie in that folder already, as slots in memory do.
+        texts: content of further files, by name.
+        held: fields of a memory slot's record without its files; None: it is no such slot.
     """
 
     files: list[TakenFile]
@@ -228,7 +231,8 @@ class StoredFile:
     """A file that was stored.
 
     Attributes:
-        content: ``megasdc.checkpoint.manifest.Content`` of a file that was written; None: it is in memory.
+        described: for a layer's file, data type and shape of each tensor, else None.
+        content: ``megasdc.checkpoint.manifest.Content`` of a file on the disk; None for a file in memory.
     """
 
     name: str
@@ -240,13 +244,13 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Act:
-    """Task: changes of names, done in this order.
+    """Task: write small files, rename a folder and delete others, in this order.
 
     Attributes:
-        texts: files to replace.
-        rename: folder's temporary and final name; None: none.
-        delete: folders to delete afterwards; one that cannot be deleted is reported, the others are.
-        fence: checked before; None: nothing is.
+        texts: content of the files to replace, by path.
+        rename: temporary and final path of a folder; None: none is renamed.
+        delete: folders to delete; one that cannot be deleted is reported, and the others are deleted.
+        fence: claim on the folder, which is checked first; None: no check.
     """
 
     texts: dict[Path, str] = field(default_factory=dict)
@@ -265,7 +269,7 @@ class Listen:
 
 @dataclass(frozen=True)
 class Join:
-    """Task: send what is held to a partner from now on."""
+    """Task: send each further memory slot to a partner at an address and port, with its secret."""
 
     address: str
     port: int
@@ -274,16 +278,16 @@ class Join:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Of a task.
+    """Result of a task.
 
     Attributes:
-        problem: why it failed; empty: it did not.
-        is_storage: whether a disk was the cause.
-        no_room: whether it had no room.
-        stored: of ``StoreTask``.
-        failed: a line for each folder that could not be deleted.
-        took_s: seconds of the task.
-        port, token: of ``Listen``.
+        problem: reason why the task failed; empty: it succeeded.
+        is_storage: whether a disk caused the failure.
+        no_room: whether that disk had no room.
+        stored: files of a ``StoreTask``.
+        failed: a message for each folder that could not be deleted.
+        took_s: seconds that the task took.
+        port, token: port and secret of a ``Listen``.
     """
 
     problem: str = ""
@@ -302,10 +306,10 @@ _MODULE = "megasdc.checkpoint.writer_main"
 
 
 class WriterProcess:
-    """A process of its own, since a thread would keep the rank's Python from running.
+    """The writer of a rank: a process of its own, since a thread would keep the rank's Python from running.
 
     Args:
-        describes: it describes the content of the files that it writes, for which it loads torch at its start.
+        describes: whether it describes the content of the files that it writes, for which it loads torch at its start.
     """
 
     def __init__(self, *, describes: bool) -> None:
@@ -316,26 +320,26 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None: it does not run."""
+        """Process id of the writer; None: it was not started."""
         return None if self._process is None else self._process.pid
 
     @property
     def lives(self) -> bool:
-        """Whether it runs."""
+        """Whether the writer runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it where it does not run.
+        """Start the writer unless it runs.
 
         Raises:
-            OSError: that is not possible.
+            OSError: it cannot be started.
         """
         if not self.lives:
             self.close()
             self._start()
 
     def send(self, task: Task) -> None:
-        """Give it a task, which ``answer`` tells the end of; it is started first where it does not run.
+        """Give the writer a task, whose result ``answer`` returns; it is started first if it does not run.
 
         Raises:
             OSError: it cannot be started.
@@ -344,7 +348,7 @@ class WriterProcess:
         self._tasks.put(task)
 
     def hurry(self) -> None:
-        """Let it run from now on also where others want the processor: something had to wait for it."""
+        """Raise the writer from idle to normal scheduling priority, because something waits for it."""
         if self._process is not None:
             with contextlib.suppress(OSError):  # it has ended, or the system does not allow it
                 os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
@@ -362,7 +366,7 @@ class WriterProcess:
         self._sender.start()
 
     def ask(self, task: Task) -> TaskResult:
-        """Give it a task and wait for its end; for what takes no time.
+        """Give the writer a short task and wait for its result.
 
         Raises:
             OSError: it cannot be started.
@@ -373,7 +377,7 @@ class WriterProcess:
         return found
 
     def answer(self) -> TaskResult | None:
-        """What the last task has come to; None: it is not done."""
+        """Result of the oldest task without an answer; None: it is not done."""
         if self._process is None or self._pipe is None:
             return TaskResult("its writer does not run", is_storage=True)
         try:
@@ -387,7 +391,7 @@ class WriterProcess:
         return None
 
     def close(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill the writer, whatever it is doing."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -399,7 +403,7 @@ class WriterProcess:
 
 
 def _pass_on(tasks: SimpleQueue[Task | None], pipe: Connection) -> None:
-    """Send tasks, for which a rank would have to wait where the writer is busy and the pipe is full."""
+    """Send tasks in a thread, since a rank would have to wait while the writer is busy and the pipe is full."""
     while (task := tasks.get()) is not None:
         try:
             pipe.send(task)
