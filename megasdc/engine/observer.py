@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megasdc.engine.engine import TrainingEngine
 
 Listener = Callable[[Address, Tensor], Tensor | None]
-"""Called with the address and value of a result; returns None, or the value to use instead, [the same shape]."""
+"""Function that gets the address and value of a result; returns None, or the value to use instead, [the same shape]."""
 
 
 class Observer(Hook):
@@ -38,12 +38,12 @@ class Observer(Hook):
     While it is attached, forward and backward passes in training are observed; evaluations are not.
 
     Args:
-        engine: the observer adds itself to its hooks, and ``close`` removes it.
-        submodules: to observe, from ``list_submodules(engine.module)``.
+        engine: engine to whose hooks the observer adds itself, until ``close``.
+        submodules: submodules to observe, from ``list_submodules(engine.module)``.
         listeners: called in this order for every result.
         gradients: whether backward results and weight gradients are observed too.
-        after: the engine's hook that it follows; None, or none of them: it follows all.
-        clock: entered around each call of the listeners, which it measures.
+        after: the engine's hook that the observer follows; None, or not among them: it follows all.
+        clock: context that is entered around each call of the listeners, to measure it.
         of_replays: listeners of the results of a stage's replay, which the others do not get.
 
     Collective: none; but with tensor parallelism all ranks of a tensor group must observe the same submodules, because
@@ -94,7 +94,7 @@ class Observer(Hook):
     # --- which micro-batch --------------------------------------------------------------------------------------
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Results belong to this forward pass from now on."""
+        """Assign results to this forward pass from now on."""
         self._step, self._micro_batch, self._pass = engine.step_number, micro_batch, FORWARD
 
     def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
@@ -102,7 +102,7 @@ class Observer(Hook):
         self._pass = None
 
     def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Results belong to this backward pass from now on; a forward in it is a recomputation."""
+        """Assign results to this backward pass from now on; a forward in it is a recomputation."""
         self._step, self._micro_batch, self._pass = engine.step_number, micro_batch, BACKWARD
 
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
@@ -124,7 +124,7 @@ class Observer(Hook):
                 self._emit_in_place(REDUCED_GRAD, *name, fragment.gradient)
 
     def _emit_update(self, engine: TrainingEngine) -> None:
-        """Emit what the inner optimizer has just stepped, before it is gathered."""
+        """Emit the parameters that the inner optimizer has just updated, before they are gathered."""
         stepped = {id(flat) for group in engine.optimizer.optimizer.param_groups for flat in group["params"]}
         for fragment in owned_fragments(engine.optimizer):
             name = self._names.get(id(fragment.parameter))

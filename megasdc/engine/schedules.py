@@ -42,7 +42,7 @@ class MicroBatchGate(Protocol):
         """Seconds in which the replica may still start it; infinite without a limit. Called on the deciding rank.
 
         Args:
-            micro_batch: the next one; the first is 0.
+            micro_batch: number of the next micro-batch; the first is 0.
         """
         ...
 
@@ -78,7 +78,7 @@ class GatedSchedule(schedule.TrainSchedule):
         self._refused: int | None = None
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches in flight on this stage, as planned."""
+        """Number of micro-batches in flight on this stage, as planned."""
         return int(self._num_buffers)
 
     def steps(self) -> Iterator[list[Any]]:
@@ -136,18 +136,18 @@ class SpareTime(schedule.PipeInstruction):  # type: ignore[misc]
 
 
 class BubbleSchedule:
-    """The schedule of a stage, with what it does where it would wait: a replay, and work of hooks.
+    """The schedule of a stage, with a replay and work of hooks where the stage would wait.
 
     Args:
-        whole: the schedule of the step.
-        replays: whether there is a replay.
+        whole: schedule of the step.
+        replays: whether the step has a replay.
     """
 
     def __init__(self, whole: schedule.TrainSchedule, *, replays: bool) -> None:
         self._whole, self._replays = whole, replays
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches in flight on this stage; one of them is the replay's."""
+        """Number of micro-batches in flight on this stage; one of them is the replay's."""
         return int(self._whole.num_pipe_buffers()) + 1
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -169,7 +169,7 @@ class BubbleSchedule:
             yield [instruction]
 
     def _waits_for(self, passes: Sequence[type], waits: int) -> bool:
-        """Whether it waits for a gradient: the first, and on the first stage those after the last forward pass."""
+        """Whether the stage waits for a gradient: the first, and on stage 0 those after the last forward pass."""
         return waits == 0 or (waits == 1 and self._whole.is_first_stage and passes[-1] is schedule.BackwardPass)
 
     def _is_late_to_receive(self, passes: Sequence[type]) -> bool:
@@ -183,8 +183,8 @@ class StageReplay:
     Gradients and losses of the step stay as they are. The activations of one more micro-batch are kept meanwhile.
 
     Args:
-        micro_batch: in the step.
-        around: what is entered around each pass.
+        micro_batch: number of the micro-batch in the step.
+        around: makes the context that is entered around each pass.
     """
 
     def __init__(self, micro_batch: int, around: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -194,15 +194,15 @@ class StageReplay:
         self._loss: Any = None
 
     def keep_inputs(self, engine: PipelineEngine, buffer_id: int) -> None:
-        """Keep what the forward pass of the micro-batch is about to read; the engine replaces it, and never changes it.
+        """Keep the inputs of the micro-batch's forward pass; the engine replaces them later, and never changes them.
 
         Args:
-            buffer_id: of the micro-batch.
+            buffer_id: buffer of the micro-batch.
         """
         self._received = {name: engine.pipe_buffers[name][buffer_id] for name in ("inputs", "labels")}
 
     def keep_gradient(self, engine: PipelineEngine) -> None:
-        """Copy what the backward pass of the micro-batch is about to read."""
+        """Copy the gradient that the backward pass of the micro-batch is about to read."""
         if not engine.is_last_stage():
             self._gradient = _mapped(engine.grad_layer, Tensor.clone)
 
@@ -210,7 +210,7 @@ class StageReplay:
         """Repeat the forward pass; nothing where this replica did not start the micro-batch.
 
         Args:
-            buffer_id: one that no micro-batch of the step uses.
+            buffer_id: buffer that no micro-batch of the step uses.
         """
         if not self._received:
             return
@@ -239,12 +239,12 @@ class StageReplay:
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A tensor, or tensors in a sequence, each mapped."""
+    """Result of a function of a tensor, or of each tensor in a sequence."""
     if value is None or isinstance(value, Tensor):
         return None if value is None else function(value)
     return type(value)(map(function, value))
 
 
 def _as_received(tensor: Tensor) -> Tensor:
-    """The same numbers, with a gradient of its own."""
+    """Tensor with the same values, and a gradient of its own."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -23,10 +23,10 @@ class StepRecord:
     Args:
         start_s: start time of each completed micro-batch, [completed]; on the rank that decides,
             when the decision began.
-        end_s: when its backward pass ended, [completed].
+        end_s: end time of each micro-batch's backward pass, [completed].
         busy_s: seconds in its forward and backward pass, without waiting for other stages, [completed].
-        compute_s: when all micro-batches had ended.
-        step_s: when the optimizer was done.
+        compute_s: time at which all micro-batches had ended.
+        step_s: time at which the optimizer was done.
     """
 
     start_s: list[float]
@@ -43,7 +43,7 @@ class StepTimes(Hook):
     decisions are made on the host's clock, which ``wait_for`` keeps close to the device.
 
     Args:
-        now: seconds on a monotonic clock.
+        now: returns seconds on a monotonic clock.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
@@ -77,7 +77,7 @@ class StepTimes(Hook):
         """Wait until the backward pass of a micro-batch has ended on the device; returns at once where there is none.
 
         Args:
-            micro_batch: of this step; negative: none.
+            micro_batch: number of a micro-batch of this step; negative: none.
 
         Sync: waits for the device.
         """
@@ -145,11 +145,11 @@ class StepTimes(Hook):
         )
 
     def busy_later(self, without: Sequence[tuple[float, float]] = ()) -> Callable[[], list[float]]:
-        """What reads the busy seconds of the finished step's micro-batches, [completed], also while the next step runs.
+        """Reader of the busy seconds of the finished step's micro-batches, [completed], also while the next step runs.
 
         Args:
-            without: starts and ends, on the clock ``now``, of what does not count; not used on CUDA, where the host's
-                clock is not that of the passes.
+            without: starts and ends, on the clock ``now``, of spans that do not count; not used on CUDA, where the
+                host's clock is not that of the passes.
 
         Returns:
             A function. On CUDA it waits for the end of that step's last micro-batch, and for nothing when the next
@@ -173,7 +173,7 @@ class StepTimes(Hook):
 
 
 def mark(on_device: bool) -> Any:
-    """Now: a reading of the host's clock in seconds, or an event on the device's current stream, without a wait."""
+    """Mark of the present time: the host's clock in seconds, or an event on the device's stream, without a wait."""
     if not on_device:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

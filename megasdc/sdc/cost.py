@@ -51,11 +51,11 @@ class RankWork:
     """Work of one rank in a step, without pipeline parallelism.
 
     Args:
-        model: its sizes; of a pipeline stage, with the stage's number of layers.
+        model: sizes of the model; for a pipeline stage, with the stage's number of layers.
         vocab: padded vocabulary size v.
-        sequence: tokens s of a sample.
-        micro_batch: samples b of a micro-batch.
-        accumulation: micro-batches of a step.
+        sequence: number of tokens s of a sample.
+        micro_batch: number of samples b of a micro-batch.
+        accumulation: number of micro-batches of a step.
         tensor: tensor-parallel size.
         width_bytes: bytes of one value of the model, 4 or 2.
         recompute: whether transformer layers are recomputed in the backward pass.
@@ -73,12 +73,12 @@ class RankWork:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch."""
+        """Number of tokens of one micro-batch."""
         return self.sequence * self.micro_batch
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a step on this rank; recomputation adds a third."""
+        """Number of floating-point operations of a step on this rank; recomputation adds a third."""
         sizes = model_sizes(self.model, ffn_width(self.model), self.vocab)
         per_token = sizes.flops_per_token(self.sequence) * (4 / 3 if self.recompute else 1)
         return per_token * self.tokens * self.accumulation / self.tensor
@@ -89,12 +89,12 @@ class Accelerator:
     """Speeds and work for which costs on an accelerator are predicted.
 
     Args:
-        bytes_per_s: at which a checksum reads device memory. 0.8 of the 3.35 TB/s of an H100 SXM (NVIDIA's data sheet).
-        flop_per_s: that training reaches. 40 % of the same GPU's 989 TFLOP/s in bf16.
-        call_s: of launching one checksum.
-        layers: of the rank's stage.
-        sequence: tokens of a sample.
-        accumulation: micro-batches of a step, one sample each.
+        bytes_per_s: rate at which a checksum reads device memory, 0.8 of an H100 SXM's 3.35 TB/s (NVIDIA's data sheet).
+        flop_per_s: rate of arithmetic that training reaches, 40 % of the same GPU's 989 TFLOP/s in bf16.
+        call_s: time of launching one checksum.
+        layers: number of layers of the rank's stage.
+        sequence: number of tokens of a sample.
+        accumulation: number of micro-batches of a step, one sample each.
     """
 
     bytes_per_s: float = 0.8 * 3.35e12
@@ -166,8 +166,9 @@ def reads_of_step(work: RankWork, granularity: str) -> dict[str, Reads]:
 
 
 def reads_of_row_sums(work: RankWork) -> Reads:
-    """What the sums of rows of one product read, in the mean over a layer's linear submodules: each factor and the
-    result twice, in ten operations.
+    """Reads of the sums of rows of one product, in the mean over a layer's linear submodules.
+
+    Each factor and the result are read twice, in ten operations.
     """
     widths = [(_input_gradients(kind, work)[0], _outputs(kind, work)[0]) for kind in (QKV, PROJECTION, FC1, FC2)]
     elements = sum(work.tokens * (inner + outer) + inner * outer for inner, outer in widths) / len(widths)
@@ -186,10 +187,10 @@ def predicted_share(
 
     Args:
         granularity: a key of ``GRANULARITIES``.
-        bytes_per_s: at which a checksum reads.
-        flop_per_s: that the step reaches.
+        bytes_per_s: rate at which a checksum reads.
+        flop_per_s: rate of arithmetic that the step reaches.
         call_s: seconds that each checksum costs whatever its size.
-        interval: steps between recorded steps.
+        interval: number of steps between recorded steps.
     """
     reads = total(reads_of_step(work, granularity))
     cost_s = reads.bytes / bytes_per_s + reads.count * call_s
@@ -213,7 +214,7 @@ def _widths(work: RankWork) -> tuple[int, float, float, float]:
 
 
 def _outputs(kind: str, work: RankWork) -> list[float]:
-    """Values per token of each forward result."""
+    """Number of values per token of each forward result."""
     h, query, key, ffn = _widths(work)
     gated = 2 if work.model.gated_mlp else 1
     by_kind = {QKV: [query + 2 * key], CORE_ATTENTION: [query], FC1: [gated * ffn], ACTIVATION: [ffn]}
@@ -223,7 +224,7 @@ def _outputs(kind: str, work: RankWork) -> list[float]:
 
 
 def _input_gradients(kind: str, work: RankWork) -> list[float]:
-    """Values per token of each input gradient."""
+    """Number of values per token of each input gradient."""
     h, query, key, ffn = _widths(work)
     gated = 2 if work.model.gated_mlp else 1
     by_kind = {EMBEDDING: [], CORE_ATTENTION: [query, key, key], PROJECTION: [query]}
@@ -257,12 +258,12 @@ class Rates:
     """Speed of a rank at the operations of checks.
 
     Args:
-        checksum_bytes_per_s: of a large checksum.
-        extremes_bytes_per_s: of a check for NaN and Inf in a large tensor.
-        checksum_s: of recording and comparing one checksum of a tiny tensor, between arithmetic.
-        extremes_s: the same of a check for NaN and Inf.
-        exchange_s: of one reduction of constant size over all ranks.
-        sent_bytes_per_s: of what each rank sends to the next, while it receives as much.
+        checksum_bytes_per_s: rate of a large checksum.
+        extremes_bytes_per_s: rate of a check for NaN and Inf in a large tensor.
+        checksum_s: time of recording and comparing one checksum of a tiny tensor, between arithmetic.
+        extremes_s: time of a check for NaN and Inf, likewise.
+        exchange_s: time of one reduction of constant size over all ranks.
+        sent_bytes_per_s: rate at which each rank sends to the next, while it receives as much.
     """
 
     checksum_bytes_per_s: float
@@ -283,9 +284,9 @@ class Asked:
     """Operations of one step's checks.
 
     Args:
-        extremes: results checked for NaN and Inf.
-        exchanges: reductions over all ranks, and messages to the next.
-        sent_bytes: of these messages.
+        extremes: reads of results checked for NaN and Inf.
+        exchanges: number of reductions over all ranks, and of messages to the next.
+        sent_bytes: size of these messages.
     """
 
     checksums: Reads
@@ -306,7 +307,7 @@ class Asked:
 
 
 MOST_EVERY = 50
-"""Most steps from one look to the next: what lasts is to be seen while a run can still go back to before it."""
+"""Largest number of steps from one look to the next: a lasting fault must be seen while a run can go back before it."""
 
 
 @dataclass(frozen=True)
@@ -314,10 +315,10 @@ class TimeShares:
     """Time of checks, each as a share of a step.
 
     Args:
-        fixed: in every step, whatever is looked at: parameters, the reduction over ranks.
-        audits: the mean over all steps.
-        look: at results of one micro-batch.
-        slice: at one slice of the optimizer.
+        fixed: time in every step, whatever is looked at: parameters, the reduction over ranks.
+        audits: time of audits, in the mean over all steps.
+        look: time of a look at results of one micro-batch.
+        slice: time of a look at one slice of the optimizer.
     """
 
     fixed: float
@@ -331,8 +332,8 @@ class Cadence:
     """Which steps look at results, and at how many micro-batches each.
 
     Args:
-        micro_batches: of a step that looks, others each time.
-        every: steps from one such step to the next.
+        micro_batches: number of micro-batches that such a step looks at, others each time.
+        every: number of steps from one such step to the next.
     """
 
     micro_batches: int
@@ -348,7 +349,7 @@ class Cadence:
         )
 
     def turn(self, step: int) -> int:
-        """Number of the look: what is looked at in turn follows from it."""
+        """Number of the look in a step, by which places are looked at in turn."""
         return step // self.every
 
     def slices(self, step: int) -> bool:
@@ -357,20 +358,20 @@ class Cadence:
 
     @property
     def rate(self) -> float:
-        """Micro-batches that are looked at in a step, on average."""
+        """Mean number of micro-batches that are looked at in a step."""
         return self.micro_batches / self.every
 
     def period(self, of: int) -> int:
-        """Steps in which results of each of a step's micro-batches have been looked at."""
+        """Number of steps in which results of each of a step's micro-batches have been looked at."""
         return math.ceil(of / self.micro_batches) * self.every
 
     def share(self, shares: TimeShares) -> float:
-        """Time of all checks over that of all steps."""
+        """Time of all checks, as a share of the time of all steps."""
         return shares.fixed + shares.audits + (shares.look * self.micro_batches + shares.slice) / self.every
 
 
 def choose_cadence(shares: TimeShares, budget: float, micro_batches: int) -> Cadence:
-    """As many looks as a share ``budget`` of a step leaves room for: from all ``micro_batches`` of every step down.
+    """Cadence with as many looks as fit into a share ``budget`` of a step, at most all ``micro_batches`` of every step.
 
     One look in ``MOST_EVERY`` steps is made even where that is more than the budget.
     """

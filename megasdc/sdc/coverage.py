@@ -26,13 +26,13 @@ from megasdc.sdc.cost import MOST_EVERY, Cadence
 
 @dataclass(frozen=True)
 class Rotation:
-    """When a check looks at a place, again and again.
+    """Periodic looks of a check at its places.
 
     Args:
         looks: steps of a period in which it looks at the first place, ascending, from 0 to ``period - 1``.
-        period: steps after which all repeats.
+        period: number of steps after which all repeats.
         apart: steps from a look at one place to the look at the next; all of them are within a period. 0: one place.
-        ahead: what a step looks at is looked at before a save of the step before, too.
+        ahead: whether the places of a step are also looked at before a save of the step before.
     """
 
     looks: tuple[int, ...] = (0,)
@@ -42,7 +42,7 @@ class Rotation:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Each look at the first place, and the steps since the one before."""
+        """Step of each look at the first place, with the number of steps since the look before."""
         before = (self.looks[-1] - self.period, *self.looks)
         return [(look, look - last) for last, look in zip(before, self.looks, strict=False)]
 
@@ -52,14 +52,14 @@ EVERY_STEP = Rotation()
 
 @dataclass(frozen=True)
 class Latency:
-    """How long a fault that stays is unseen.
+    """Time until a fault that stays is seen.
 
     Args:
-        check: what sees it.
-        steps: most.
-        mean_steps: in the mean over first steps and places.
-        checkpoints: most that hold it; None: the run saves at its end alone.
-        mean_checkpoints: their mean.
+        check: name of the check that sees it.
+        steps: largest number of steps.
+        mean_steps: mean number of steps, over first steps and places.
+        checkpoints: largest number of checkpoints that hold the fault; None: the run saves at its end alone.
+        mean_checkpoints: mean number of these checkpoints.
         at_most: whether the numbers are bounds, since a budget decides how often the check looks.
     """
 
@@ -72,12 +72,12 @@ class Latency:
 
 
 def in_turn(cadence: Cadence, places: int, *, first: int = 0, ahead: bool = False) -> Rotation:
-    """Of a check that looks at one of so many places in each step that looks."""
+    """Rotation of a check that looks at one of ``places`` places in each step that looks."""
     return Rotation((first,), places * cadence.every, cadence.every, ahead)
 
 
 def of_micro_batches(cadence: Cadence, of: int) -> Rotation:
-    """Of a check that looks at micro-batches of a step, as many as ``cadence`` says, of ``of``."""
+    """Rotation of a check that looks at some of a step's ``of`` micro-batches, by the cadence."""
     shared = math.gcd(of, cadence.micro_batches)
     places, looked = of // shared, cadence.micro_batches // shared
     turns = (turn for turn in range(places) if -turn * looked % places < looked)
@@ -85,7 +85,7 @@ def of_micro_batches(cadence: Cadence, of: int) -> Rotation:
 
 
 def of_audits(audit: AuditSection, save_interval: int) -> Rotation:
-    """Of audits that are due by the number of the step."""
+    """Rotation of audits that are due by the number of the step."""
     after_saves = bool(audit.verify_checkpoints and save_interval)
     period = math.lcm(audit.interval, save_interval) if after_saves else audit.interval
     due = set(range(0, period, audit.interval))
@@ -98,7 +98,8 @@ def latency(check: str, rotation: Rotation, save_interval: int, *, at_most: bool
 
     Args:
         save_interval: steps between checkpoints; 0: none but at the end.
-        at_most: the check may look more often; then checkpoints are those of the worst places of looks between saves.
+        at_most: whether the check may look more often; checkpoints are then those of the worst places of looks between
+            saves.
     """
     gaps = rotation.gaps
     steps = max(gap for _, gap in gaps)
@@ -121,14 +122,14 @@ def latency(check: str, rotation: Rotation, save_interval: int, *, at_most: bool
 
 NOTHING = "-"
 AUDIT, GOLDEN = "audit", "golden trace"
-"""Checks of a latency, besides those of every step."""
+"""Names of checks in a latency, besides those of every step."""
 _NORM = "NaN and Inf (norm)"
 TOKENS, PLACE = "tokens", "place"
-"""Rows of what the model is given, and of the place in the data from which it is read."""
+"""Rows of the model's inputs, and of the place in the data from which they are read."""
 NORM, CLIPPING, STATE, COPY = "norm", "clipping", "state", "copy"
-"""Rows of the gradient's norm, what it is clipped by, masters and moments between steps, and what is gathered."""
+"""Rows of the gradient's norm, its clip factors, masters and moments between steps, and the gathered parameters."""
 SETTINGS = "settings"
-"""Row of what the optimizer steps with: hyperparameters and step counts."""
+"""Row of the optimizer's settings: hyperparameters and step counts."""
 _STEP = (NORM, CLIPPING, SETTINGS, STATE, UPDATE, COPY, PARAMETER)
 _SLICES = {
     REDUCED_GRAD: "a slice added again",
@@ -137,9 +138,9 @@ _SLICES = {
     UPDATE: "a slice updated again",
 }
 _PARTLY = (REDUCED_GRAD, NORM, CLIPPING, UPDATE)
-"""Rows in which something may pass each time: smaller than rounding makes it, or not in the slice of the step."""
+"""Rows in which an error may pass each time: smaller than rounding, or not in the slice of the step."""
 _ONCE = (TOKENS, STATE, COPY)
-"""Rows of what a step that does not look at it uses up, so that no later look sees it."""
+"""Rows of values that a step uses up if it does not look at them, so that no later look sees an error."""
 
 
 @dataclass(frozen=True)
@@ -149,19 +150,19 @@ class Shape:
     Args:
         replicas: data-parallel size.
         tensor: tensor-parallel size.
-        micro_batches: of a step on each replica.
-        covered: micro-batches that the always-on checks look at; None: as many as the budget allows.
-        every: steps from one such look to the next.
+        micro_batches: number of micro-batches of a step on each replica.
+        covered: number of micro-batches that the always-on checks look at; None: as many as the budget allows.
+        every: number of steps from one such look to the next.
         recomputes: whether activations are recomputed.
-        pipeline: stages.
+        pipeline: number of stages.
         within: what is said, by phase, of slices that are compared within a tolerance since a step of the run; and of
             ``AUDIT`` and ``GOLDEN`` what is left of them: ``NOTHING``, or at how many positions replicas are compared.
-        slices: of the optimizer, on the rank that has most; None: not known before a start.
-        products: of linear layers, on the rank that has most; None: not known before a start.
-        sets: of blocks of the gradient, of which another rank adds one again in turn, on the rank that has most; None:
-            not known before a start.
-        equal_norms: norms of all ranks have equal bits, so that they and the factors are compared.
-        offloads: the optimizer's state lies in the host's memory, so that gradients are not added again.
+        slices: number of slices of the optimizer, on the rank that has most; None: not known before a start.
+        products: number of products of linear layers, on the rank that has most; None: not known before a start.
+        sets: number of sets of blocks of the gradient, of which another rank adds one again in turn, on the rank that
+            has most; None: not known before a start.
+        equal_norms: whether norms of all ranks have equal bits, so that they and the factors are compared.
+        offloads: whether the optimizer's state lies in the host's memory, so that gradients are not added again.
     """
 
     replicas: int
@@ -180,19 +181,19 @@ class Shape:
 
     @property
     def cadence(self) -> Cadence:
-        """When results are looked at; where the budget decides, the rarest that it may choose."""
+        """Cadence of looks at results; where the budget decides, the rarest that it may choose."""
         return Cadence(1, MOST_EVERY) if self.covered is None else Cadence(self.covered, self.every)
 
     @property
     def share(self) -> str:
-        """The micro-batches that the always-on checks cover, as text."""
+        """Text on the micro-batches that the always-on checks cover."""
         if self.covered is None:
             return f"some of {self.micro_batches}"
         return f"{self.covered} of {self.micro_batches}" + (f" every {self.every} steps" if self.every > 1 else "")
 
     @property
     def blocks(self) -> str:
-        """The blocks of the optimizer's shards at which a step looks, as text."""
+        """Text on the blocks of the optimizer's shards at which a step looks."""
         if self.covered is None:
             return "some blocks"
         looks = math.ceil(self.micro_batches / self.covered)
@@ -201,14 +202,14 @@ class Shape:
 
     @property
     def looks(self) -> str:
-        """Which steps look at all, as text; empty: every step."""
+        """Text on the steps that look at all; empty: every step."""
         if self.covered is None:
             return ", in some steps"
         return f", every {self.every} steps" if self.every > 1 else ""
 
     @property
     def is_whole(self) -> bool:
-        """Whether that is every micro-batch of every step."""
+        """Whether the always-on checks cover every micro-batch of every step."""
         return self.covered == self.micro_batches and self.every == 1
 
 
@@ -229,7 +230,7 @@ class Covered:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """A row of the table."""
+        """Cells of the phase's row in the table."""
         steps = _latency_text([(one, one.steps, one.mean_steps) for one in self.latencies])
         saves = _latency_text([(one, one.checkpoints, one.mean_checkpoints) for one in self.latencies])
         return self.phase, self.every_step, self.audit, self.golden, steps, saves
@@ -242,7 +243,7 @@ def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
 
 
 class _Check(NamedTuple):
-    """A check of every step: as text, whether it compares bits, and when it looks; None: not known."""
+    """A check of every step: its text, whether it compares bits, and its rotation, None: not known."""
 
     text: str
     exact: bool
@@ -250,7 +251,7 @@ class _Check(NamedTuple):
 
 
 def _latency_text(numbers: Sequence[tuple[Latency, int | None, float | None]]) -> str:
-    """Most and mean of each check; once where those of every step have the same."""
+    """Text of the largest and mean numbers of each check; once where all checks of every step have the same."""
     texts: dict[str, None] = {}
     for one, most, mean in numbers:
         if most is not None and mean is not None:
@@ -395,7 +396,7 @@ def render_coverage(sections: MegasdcSection, shape: Shape, *, markdown: bool = 
     """The table and its conclusions, as lines.
 
     Args:
-        markdown: as a Markdown table; else as columns for a terminal.
+        markdown: whether the table is in Markdown; else in columns for a terminal.
     """
     rows = coverage_rows(sections, shape)
     table = [table_head(sections, shape.within), *(row.cells for row in rows)]

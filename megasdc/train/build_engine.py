@@ -150,7 +150,7 @@ def check_memory_here(config: RunConfig, layout: BatchLayout, vocab_size: int) -
     """Refuse a model that certainly does not fit into this rank's host or device, before any of it is built.
 
     Raises:
-        ConfigError: names the least memory that a rank needs, and what there is.
+        ConfigError: the model does not fit; names the least memory that a rank needs, and the memory there is.
     """
     rank = int(os.environ.get("RANK", "0"))
     device: float | None = None

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 AUDIT_SIGNAL = signal.SIGUSR2
 STOPPED_START = "stopped before its first step"
-"""How a rank has ended that a stop signal has ended while it started."""
+"""Text on the end of a rank that received a stop signal while it started."""
 STUCK_S = 5.0
 POLL_S = 1.0
 LOOK_S, SETTLE_S = 0.2, 5.0
-"""Between two looks whether all ranks are asked to stop, and from there to their end at most."""
+"""Seconds between two looks whether all ranks are asked to stop, and the most from there to the end of a rank."""
 
 Leave = Callable[[int, BaseException | None], None]
 
@@ -55,10 +55,10 @@ class StartGuard:
         threading.Thread(target=self._watch, name="start guard", daemon=True).start()
 
     def met(self, ranks: AskedRanks | None = None) -> None:
-        """All ranks have met: from now on they depend on this rank.
+        """Note that all ranks have met, and depend on this rank from now on.
 
         Args:
-            ranks: agree with those that are asked to stop too; None: nothing does.
+            ranks: agreement with other ranks that are asked to stop; None: there is none.
         """
         self._ranks, self._met = ranks, True
 
@@ -68,7 +68,7 @@ class StartGuard:
         return self._closed.is_set()
 
     def heard(self) -> None:
-        """The main thread has handled a stop signal, so it is not stuck."""
+        """Note that the main thread has handled a stop signal, so that it is not stuck."""
         self._heard_at = time.monotonic()
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class StartGuard:
             time.sleep(POLL_S)
 
     def _look_whether_all_are_asked(self) -> bool:
-        """Tell others that this rank is asked, too."""
+        """Tell other ranks that this one is asked to stop; returns whether all are."""
         with self._lock:
             if self._ranks is not None and not self._all_are_asked and not self._closed.is_set():
                 self._has_asked = True  # also where it is not known whether that has reached them
@@ -137,10 +137,10 @@ class StopSignals:
         leave: ends the process, with an exit code and the error behind it; see ``StartGuard``. None: only record.
 
     Attributes:
-        received: number of the signal; 0: none yet.
+        received: number of the last stop signal; 0: none yet.
         audit_requested: whether an audit was requested since ``take_audit_request``.
-        start: ends a rank that is stopped before it trains; None without ``leave``.
-        leave_running: ends a rank that trains, in the same way; None: nothing can.
+        start: guard that ends a rank that is stopped before it trains; None without ``leave``.
+        leave_running: function that ends a rank that trains, in the same way; None: nothing can.
     """
 
     def __init__(self, leave: Leave | None = None) -> None:
@@ -175,18 +175,18 @@ class StopSignals:
 
 
 class ExitSignals:
-    """Whether stop signals end a command.
+    """State of a command's stop signals.
 
     Attributes:
-        noted: number of the last one that did not; 0: none.
-        end: whether they do.
+        noted: number of the last signal that did not end the command; 0: none.
+        end: whether stop signals end the command.
     """
 
     def __init__(self) -> None:
         self.noted, self.end = 0, True
 
     def only_note(self) -> None:
-        """Let none end the command from now on: what it has to tell is known."""
+        """Only note stop signals from now on, since the command's result is known."""
         self.end = False
 
 

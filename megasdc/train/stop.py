@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 LAST_SKIPPED = 10
-"""A run whose last steps, so many of them, were skipped for NaN or Inf has not ended well."""
+"""Number of last steps of a run that, if all were skipped for NaN or Inf, make it end with an error."""
 
 
 def where_to_go_on(run: Run, folder: Path | None) -> str:
     """The checkpoint to go back to after NaN and Inf, in a sentence that says if there is none.
 
     Args:
-        folder: of the run's checkpoints; None: it has none.
+        folder: folder of the run's checkpoints; None: it has none.
 
     Collective: all ranks of the world.
     """
@@ -84,8 +84,8 @@ class SkipWatch(Hook):
     scaled gradients are not until the scale is low enough; DeepSpeed raises an error where it cannot get lower.
 
     Args:
-        limit: skipped steps in a row that end the run.
-        folder: of the run's checkpoints; None: it has none.
+        limit: number of skipped steps in a row that ends the run.
+        folder: folder of the run's checkpoints; None: it has none.
     """
 
     saved_as = "SkipWatch"
@@ -94,7 +94,7 @@ class SkipWatch(Hook):
         self.limit, self._folder = limit, folder
         self.in_a_row = 0
         self.for_values = 0
-        """The last of them in a row that were skipped for NaN or Inf, and not since the loss scale was adapting."""
+        """Number of last steps in a row that were skipped for NaN or Inf, not for a loss scale that adapts."""
         self._reason = ""
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -125,7 +125,7 @@ class SkipWatch(Hook):
             )
 
     def on_end(self, run: Run) -> None:
-        """Let a run end with an error that has taken none of its last steps; one that was asked to stop is not over.
+        """End a run with an error if its last steps were all skipped; one that was asked to stop has not ended.
 
         Its checkpoint holds the count, so that the start that goes on from it ends with the error.
 
@@ -147,11 +147,11 @@ class SkipWatch(Hook):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers of steps skipped in a row, and why."""
+        """Number of steps skipped in a row, and how many of them for NaN or Inf."""
         return {"in_a_row": self.in_a_row, "for_values": self.for_values, "reason": self._reason}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state_dict``; a checkpoint of an earlier version knows of the first number alone."""
+        """Restore ``state_dict``; a checkpoint of an earlier version has the first number alone."""
         self.in_a_row = state["in_a_row"]
         self.for_values, self._reason = state.get("for_values", 0), state.get("reason", "")
 
@@ -170,7 +170,7 @@ def stop_without_room(run: Run, folder: Path, waited_s: float) -> None:
 
 
 def _waiting() -> str:
-    """What this rank could not write yet, as a part of a sentence; empty where others wait."""
+    """Part of a sentence on what this rank could not write yet; empty where only others wait."""
     return f" ({', '.join(files)})" if (files := room.waiting_files()) else ""
 
 
@@ -178,7 +178,7 @@ class RoomWatch(Hook):
     """Lets a run train on while what it writes has no room and is kept, and stops it after a limit.
 
     Args:
-        limit_s: seconds; 0: nothing is kept, and a write without room is an error.
+        limit_s: seconds without room until the run stops; 0: nothing is kept, and a write without room is an error.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -188,14 +188,14 @@ class RoomWatch(Hook):
         self.fields = (self._waiting_s,)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Look at what ranks have told in this step."""
+        """Evaluate the longest time that a rank has waited for room, as reduced in this step."""
         self.look(run, self._waiting_s.value)
 
     def look(self, run: Run, waits_s: float) -> None:
-        """Tell when it begins and when it is over, and stop once it has lasted for too long.
+        """Report the begin and the end of missing room, and stop the run once it has lasted for too long.
 
         Args:
-            waits_s: the longest of all ranks.
+            waits_s: seconds that a rank has waited, the longest of all ranks.
         """
         before_s, self._waited_s = self._waited_s, waits_s
         if waits_s and not before_s:
@@ -226,7 +226,7 @@ class LastLines(Hook):
     Comes after the last save, on all ranks: one that ended alone would leave the others without a peer.
 
     Args:
-        watch: of the same run.
+        watch: room watch of the same run.
     """
 
     def __init__(self, watch: RoomWatch) -> None:
@@ -254,7 +254,7 @@ class StopWatch(Hook):
     the agreement has begun counts for the next step.
 
     Args:
-        signals: received by this rank since it started.
+        signals: stop signals received by this rank since it started.
         time_limit_s: seconds from ``started_at``; None: no limit.
         started_at: start of the time limit, on the clock of ``time.monotonic``.
         stop_step: last step of this part of the run; None: none.

@@ -142,7 +142,7 @@ class DetailsRecorder(Hook):
         return Watch(self._take_losses, lambda step: {LOSS_FQN}, gradients=False)
 
     def _take_losses(self, address: Address, result: Tensor) -> None:
-        """A listener: keeps the losses of samples, of token losses [b, s]; waits for the device."""
+        """Listener that keeps the loss of each sample, from token losses [b, s]; waits for the device."""
         if (address.phase, address.fqn, address.slot) == (FORWARD, LOSS_FQN, "output"):
             assert address.micro_batch is not None, "forward results belong to a micro-batch"
             self._losses[address.micro_batch] = result.detach().double().mean(dim=1).tolist()
@@ -170,7 +170,7 @@ class DetailsRecorder(Hook):
 
     @torch.no_grad()
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Sum up what the update changed; waits for the device."""
+        """Sum up the changes by the update; waits for the device."""
         for name, fragment in self._counted(engine):
             self._sums[name].updates = _squares(fragment.master.double() - self._before[name].double())
         self._before = {}
@@ -224,7 +224,7 @@ class _Sums:
         self.non_finite = int((~torch.isfinite(values)).sum())
 
     def add(self, other: _Sums) -> None:
-        """Add those of another part of the same parameter."""
+        """Add the sums of another part of the same parameter."""
         for name in ("gradients", "weights", "updates", "moments", "non_finite"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = math.nan if math.isnan(self.largest + other.largest) else max(self.largest, other.largest)

@@ -66,7 +66,7 @@ def _build(spec: UserHookSpec, place: str) -> Hook:
 
 
 def _named(call: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """The method of a user's class, whose errors name it."""
+    """Wrapper of a method of a user's class, which names the class in errors."""
 
     @functools.wraps(call)
     def named(*args: Any, **kwargs: Any) -> Any:

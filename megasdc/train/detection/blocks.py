@@ -29,9 +29,9 @@ class ParameterPiece:
 
     Args:
         parameter: place of the parameter in its group.
-        start: of its first element in the owner's flat partition.
-        offset: of its first element in the parameter, row-major.
-        numel: elements, at least 1.
+        start: place of the first element in the owner's flat partition.
+        offset: place of the first element in the parameter, row-major.
+        numel: number of elements, at least 1.
     """
 
     parameter: int
@@ -49,7 +49,7 @@ class GroupShard:
 
     @property
     def start(self) -> int:
-        """First element in the partition."""
+        """Place of the first element in the partition."""
         return self.pieces[0].start
 
     @property
@@ -59,7 +59,7 @@ class GroupShard:
 
     @property
     def place(self) -> slice:
-        """Where it is in the partition, and in what has its shape."""
+        """Range of its elements in the partition, and in tensors of its shape."""
         return slice(self.start, self.start + self.numel)
 
 
@@ -86,27 +86,27 @@ class Slice:
 
 
 MISSES = 3
-"""Looks that miss the same slice, one after the other, before the next one is due all the same."""
+"""Number of looks in a row that miss a slice, after which the next slice is due all the same."""
 
 
 @dataclass
 class Turn:
-    """The slice that is due: the next one once all ranks have looked at all there is to one.
+    """The slice that is due; the next one is due once all ranks have checked it in full.
 
     Args:
-        number: slices so far, over all periods.
-        misses: looks that missed this one, one after the other.
+        number: number of slices so far, over all periods.
+        misses: number of looks in a row that missed this slice.
     """
 
     number: int = 0
     misses: int = 0
 
     def end(self, *, missed: bool, skipped: bool) -> bool:
-        """A look has ended; whether its slice is given up, which is to be told.
+        """End a look; returns whether its slice is given up, which is to be reported.
 
         Args:
-            missed: whether a rank has not looked at all there is to it.
-            skipped: whether the step was skipped, which counts for no miss.
+            missed: whether a rank has not checked the slice in full.
+            skipped: whether the step was skipped, which does not count as a miss.
         """
         self.misses += missed and not skipped
         given_up = self.misses == MISSES
@@ -119,12 +119,12 @@ class Slices:
     """The slices of all ranks that share this rank's parameters.
 
     Args:
-        most: elements of a slice.
-        group: of all ranks, on the host.
+        most: largest number of elements of a slice.
+        group: host group of all ranks.
 
     Attributes:
-        ranks: global ranks that share them, in the order of replicas.
-        period: turns after which each has been due.
+        ranks: global ranks that share these parameters, in the order of replicas.
+        period: number of turns after which each slice has been due.
 
     Collective: all ranks of the world.
     """
@@ -160,7 +160,7 @@ class Slices:
         """This rank's copy of the reduced gradient of another owner's slice: [numel], a copy; ``BF16_Optimizer`` alone.
 
         Args:
-            replica: the owner's.
+            replica: replica of the owner.
         """
         found = []
         for part in due.parts:
@@ -170,10 +170,10 @@ class Slices:
         return torch.cat(found)
 
     def reduced(self, due: Slice) -> Tensor:
-        """The reduced gradient of a slice of this rank's: [numel], a copy; valid between the reduction and the step.
+        """Copy of the reduced gradient of a slice of this rank, [numel]; valid between the reduction and the step.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is no reduced gradient.
         """
         found = []
         owned = list(owned_fragments(self._optimizer))
@@ -212,7 +212,7 @@ def _cut(optimizer: object, most: int) -> Iterator[Slice]:
 
 
 def ring_of(engine: TrainingEngine) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Ranks each of which checks blocks of the one before: their group, this rank's place in it, and their number.
+    """Ranks of which each checks blocks of the one before: their group, this rank's place in it, and their number.
 
     The replicas, or where there is one the ranks of the model; a rank alone is its own, without a group.
     """
@@ -228,8 +228,8 @@ class TensorExchange:
     """Starts to send a tensor to each rank of a group, and to receive one from each.
 
     Args:
-        sent: one for each rank of the group, [n], n may be 0; all of one type, on one device.
-        sizes: elements that are received from each.
+        sent: tensor for each rank of the group, [n], n may be 0; all of one type, on one device.
+        sizes: number of elements that are received from each rank.
         group: None: this rank alone.
 
     Collective: the group.
@@ -249,31 +249,31 @@ class TensorExchange:
             )
 
     def finish(self) -> tuple[Tensor, ...]:
-        """What was received from each rank of the group."""
+        """Wait; returns the tensor received from each rank of the group."""
         if self._work is not None:
             self._work.wait()
         return self._received.split(self._sizes)
 
 
 BLOCKS = "blocks"
-"""What a listener of the norm's numbers is told of: the sums of squares of this rank's blocks, [blocks]."""
+"""Name of a number of the norm for listeners: the sums of squares of this rank's blocks, [blocks]."""
 ULP = 2.0**-52
 """Relative rounding of fp64, twice: terms are positive, so that a sum of n is off by no more than n roundings."""
 WORDS = 2
-"""Elements of 32 bits in which a sum is sent."""
+"""Number of 32-bit elements in which a sum is sent."""
 
 
 @dataclass(frozen=True)
 class BlockMismatch:
-    """A block of the rank before that this rank has added up to something else.
+    """A block of the rank before for which this rank has another sum of squares.
 
     Args:
         owner: global rank of the block.
-        number: of the owner's set of blocks.
-        place: of the block in the set.
-        numel: its elements.
-        got: what its owner has.
-        again: what this rank has.
+        number: number of the owner's set of blocks.
+        place: place of the block in the set.
+        numel: number of its elements.
+        got: sum of its owner.
+        again: sum of this rank.
     """
 
     owner: int
@@ -286,7 +286,7 @@ class BlockMismatch:
 
 @dataclass(frozen=True)
 class BlockSum:
-    """What a rank has of a block that is in dispute: a checksum of its elements, and their squares added exactly."""
+    """A rank's evidence on a block in dispute: a checksum of its elements, and the exact sum of their squares."""
 
     elements: int
     exact: float
@@ -317,9 +317,9 @@ class _UnderWay:
     """Sets that are being sent: one of this rank's, and one of the rank before.
 
     Args:
-        number: of this rank's; None: it has no more.
-        elements: of it, a copy, since clipping changes what it was taken from.
-        before: number of the other rank's; None: it has no more.
+        number: number of this rank's set; None: it has no more.
+        elements: copy of the set's elements, since clipping changes the gradient.
+        before: number of the other rank's set; None: it has no more.
     """
 
     number: int | None
@@ -334,8 +334,8 @@ class BlockSums:
     A set of blocks is sent at a time, and no more than two are in memory.
 
     Args:
-        engine: whose gradient it is.
-        whole: whether each look sends all sets; else one, in turn.
+        engine: engine whose gradient is added up.
+        whole: whether each look sends all sets; else one set, in turn.
 
     Collective: all ranks of the world.
     """
@@ -353,9 +353,9 @@ class BlockSums:
         self._open: _UnderWay | None = None
         self._claim: BlockMismatch | None = None
         self._received: Tensor | None = None
-        """The block that this rank claims."""
+        """The block of the rank before that this rank claims to be wrong."""
         self._disputed: tuple[int, int, Tensor] | None = None
-        """A block that the next rank claims: number of its set, place in it, and its elements."""
+        """The block that the next rank claims to be wrong: number of its set, place in it, and its elements."""
 
     @torch.no_grad()
     def add_up(self, turn: int) -> float:
@@ -365,7 +365,7 @@ class BlockSums:
             turn: number of the look.
 
         Returns:
-            What they add up to.
+            Sum of squares of this rank's blocks.
 
         Collective: the replicas, or where there is one all ranks of the model.
         Sync: waits for the device.
@@ -412,7 +412,7 @@ class BlockSums:
         return _UnderWay(number, message[:count].view(torch.float32), before, TensorExchange(sent, sizes, self._group))
 
     def _compare(self, last: _UnderWay) -> None:
-        """Add up the blocks of the rank before again; the first whose sum its owner has otherwise is claimed."""
+        """Add up the blocks of the rank before again, and claim the first whose sum differs from its owner's."""
         received = last.exchange.finish()[self._before]
         if last.before is None or self._claim is not None:
             return
@@ -444,7 +444,7 @@ class BlockSums:
 
     @torch.no_grad()
     def compare(self) -> BlockMismatch | None:
-        """The first block of the rank before whose sum its owner has otherwise; None: none is.
+        """The first block of the rank before whose sum differs from its owner's; None: all are equal.
 
         Sync: waits for the device.
         """
@@ -453,7 +453,7 @@ class BlockSums:
         return self._claim
 
     def tell(self, claim: BlockMismatch, *, as_owner: bool) -> BlockSum:
-        """What this rank has of a block in dispute: its own, or what it has received.
+        """This rank's evidence on a block in dispute, from its own elements or from those it has received.
 
         Sync: waits for the device.
         """
@@ -476,7 +476,7 @@ class BlockSums:
 
 
 def wrong_of(claim: BlockMismatch, checker: int, owns: BlockSum, has: BlockSum) -> int | None:
-    """Which rank has added wrongly; None: that cannot be told, since elements differ or both sums are as good."""
+    """Rank that has added wrongly; None: it cannot be told, since elements differ or both sums are equally good."""
     if owns.elements != has.elements:
         return None
     right = {
@@ -516,7 +516,7 @@ def _square(block: Tensor) -> Tensor:
 
 
 def _is_near(one: float, other: float, numel: int) -> bool:
-    """Whether two sums of squares are the same within rounding; those that are not finite are alike."""
+    """Whether two sums of squares are equal within rounding; all sums that are not finite count as equal."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.isfinite(one) == math.isfinite(other)
     return abs(one - other) <= (numel + 8) * ULP * max(one, other)

@@ -1,4 +1,4 @@
-"""Checks of what ranks are given: micro-batches against what the file holds, and each rank's place in the data.
+"""Checks of the data that ranks are given: micro-batches against the data file, and each rank's place in the data.
 
 A reader checks a block of the file before its first use; nothing else looks at tokens between there and the model. So
 ranks of the first stage keep the tokens with which the model was called, those of the last the labels and the mask of
@@ -34,19 +34,19 @@ from megasdc.parallel.collectives import Field, gather_objects
 logger = logging.getLogger(__name__)
 
 BATCH = "batch"
-"""Stands for a submodule in addresses of what the model is given."""
+"""Name, in place of a submodule's, in addresses of the model's inputs."""
 SLOTS = ("tokens", "labels", "loss_mask")
 
 
 @dataclass(frozen=True)
 class WrongTokens:
-    """A tensor that the model was given, and that is not what the file holds.
+    """A tensor that the model was given and that differs from the data file.
 
     Args:
-        got: XXH3-64 of its bytes.
-        expected: the same of what the file holds; None: it cannot be read.
-        reason: a sentence for people.
-        ends_with: error with which all ranks end, since the file is wrong and no rank; None: the rank is.
+        got: XXH3-64 of the tensor's bytes.
+        expected: XXH3-64 of the same from the file; None: the file cannot be read.
+        reason: reason, as a sentence for people.
+        ends_with: class of the error with which all ranks end, if the file is wrong; None: the rank is wrong.
     """
 
     address: Address
@@ -58,14 +58,14 @@ class WrongTokens:
 
 @dataclass(frozen=True)
 class Given:
-    """What a rank found in what its model was given, and how all ranks look again.
+    """Comparison of a rank's micro-batches with the data file, and the functions by which all ranks repeat it.
 
     Args:
-        wrong: None: nothing.
-        again: reads a micro-batch of the step anew as training does, computes it once more; what is wrong then. It does
-            not raise on one rank alone.
-        finish: gets whether the step is computed again with what was read anew; else other checks of the step go on
-            with what the model was given.
+        wrong: the first wrong tensor; None: none is wrong.
+        again: reads a micro-batch of the step anew as training does, and computes it once more; returns the wrong
+            tensor of that time, or None. It does not raise on one rank alone.
+        finish: called with whether the step is computed again with the data read anew; else other checks of the step go
+            on with the data that the model was given.
     """
 
     wrong: WrongTokens | None
@@ -74,11 +74,11 @@ class Given:
 
 
 class TokenCheck(Hook):
-    """Keeps what the model is given of some micro-batches of a step, and compares it with the file.
+    """Keeps the model's inputs of some micro-batches of a step, and compares them with the data file.
 
     Args:
         batches: this replica's micro-batches.
-        events: told of a file that cannot be read, so that a step was not compared.
+        events: event log, for a file that cannot be read, so that a step was not compared.
     """
 
     def __init__(self, batches: StepBatches, events: EventLog) -> None:
@@ -93,7 +93,7 @@ class TokenCheck(Hook):
         self._given.clear()
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Keep what the stage is called with, and the labels."""
+        """Keep the stage's inputs and labels."""
         if micro_batch not in self._due:
             return
         kept = self._given[micro_batch] = {}
@@ -107,13 +107,13 @@ class TokenCheck(Hook):
             self._handle = engine.module.register_forward_pre_hook(keep)
 
     def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Keep no more."""
+        """Stop keeping inputs."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def take(self, engine: TrainingEngine) -> WrongTokens | None:
-        """Compare what was kept since the last call; what is wrong first. Waits for the device."""
+        """Compare the inputs kept since the last call; returns the first wrong one, or None. Waits for the device."""
         given, self._given = self._given, {}
         found = (self._compare(engine.step_number, number, kept) for number, kept in sorted(given.items()) if kept)
         return next((one for one in found if one is not None), None)
@@ -147,7 +147,7 @@ class TokenCheck(Hook):
 
 
 def unreadable(step: int, micro_batch: int, error: DataError | OSError) -> WrongTokens:
-    """What is found where a micro-batch of the step can no longer be read: the file is damaged, or its system away."""
+    """Finding for a micro-batch of the step that can no longer be read: its file is damaged or not reachable."""
     address = Address(step, micro_batch, FORWARD, BATCH, SLOTS[0])
     if isinstance(error, DataError):
         return WrongTokens(address, 0, None, str(error), DataError)
@@ -172,17 +172,17 @@ def _checksum(tensor: Tensor) -> int:
 
 SLOT = "consumed"
 NONE = 0
-"""Digest of what there is none of: places that are not followed, settings of a step that the optimizer did not take."""
+"""Digest where there is nothing: places that are not followed, settings of a step that the optimizer did not take."""
 
 
 @dataclass(frozen=True)
 class WrongPlace:
-    """A place in the data that does not follow.
+    """A place in the data that does not follow from the steps and their decisions.
 
     Args:
         got: digest of the loader's position.
-        expected: digest of that which follows.
-        reason: a sentence for people.
+        expected: digest of the position that follows from the steps.
+        reason: reason, as a sentence for people.
     """
 
     address: Address
@@ -195,8 +195,8 @@ class PlaceCheck:
     """Follows the places of all replicas, and compares this rank's own.
 
     Args:
-        given_up: samples of dropped micro-batches do not come in the next step.
-        again: but once more before their epoch ends.
+        given_up: whether samples of dropped micro-batches are not taken by the next step.
+        again: whether they are taken once more before their epoch ends.
     """
 
     def __init__(self, run: Run, *, given_up: bool, again: bool) -> None:
@@ -219,7 +219,7 @@ class PlaceCheck:
         return xxhash.xxh3_64_intdigest(repr(numbers).encode())
 
     def start(self) -> None:
-        """Take the places at which loaders are; the order of samples is the one that most ranks have.
+        """Begin to follow the places of all loaders; the order of samples is the one that most ranks have.
 
         Collective: all ranks of the world.
         """
@@ -250,7 +250,7 @@ class PlaceCheck:
         return self._compare(self._before[self._dims.dp_rank])
 
     def put_right(self) -> None:
-        """Follow what most ranks have followed, and move the loader there: before the running step, or after the last.
+        """Take the places that most ranks have followed, and move the loader there; before a step or after one.
 
         Collective: all ranks of the world.
         """
@@ -262,11 +262,11 @@ class PlaceCheck:
             self._run.loader.position = self._before[self._dims.dp_rank]
 
     def accept(self) -> None:
-        """Let the running step keep what it has read; the next goes on from where it has to. The same on all ranks."""
+        """Let the running step keep its samples; the next goes on at the place that follows. The same on all ranks."""
         self._is_accepted = True
 
     def finish(self) -> None:
-        """Follow what all replicas took in the step that has ended.
+        """Follow the samples that all replicas took in the step that has ended.
 
         Collective: all ranks of the world, where something was accepted.
         """

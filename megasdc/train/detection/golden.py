@@ -116,8 +116,8 @@ class Workload:
         """Run the workload's steps from its start state, with listeners on its results.
 
         Args:
-            listeners: of an ``Observer``; a tracer, and before it fault injection.
-            hooks: of the engine, called before the observer.
+            listeners: listeners of an ``Observer``: a tracer, and before it fault injection.
+            hooks: hooks of the engine that are called before the observer.
             steps: number of steps; None: all.
 
         Collective: all ranks of the world.
@@ -146,10 +146,10 @@ class Workload:
         """Run once and return the trace.
 
         Args:
-            before: listeners that come before the tracer.
-            hooks: of the engine, called before the observer.
-            all_steps: refuse a run in which the optimizer skips a step, for recording.
-            steps: that are taken; None: all.
+            before: listeners that are called before the tracer.
+            hooks: hooks of the engine that are called before the observer.
+            all_steps: whether a run in which the optimizer skips a step is refused, for recording.
+            steps: number of steps; None: all.
 
         Raises:
             ConfigError: with ``all_steps``: a step was skipped.
@@ -245,8 +245,8 @@ _T = TypeVar("_T")
 class GoldenCheck:
     """Runs a golden workload on all ranks of a run.
 
-    ``group`` is a host group of all ranks; ``before`` are listeners that inject faults; ``keep``: the second model is
-    kept for the next time.
+    ``group`` is a host group of all ranks; ``before`` are listeners that inject faults; ``keep``: whether the second
+    model is kept for the next time.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class _Beside:
 
 
 def unfit_for(path: Path, dims: ParallelDims) -> str | None:
-    """The reason why this rank cannot be compared with a golden trace; None: it can.
+    """Reason why this rank cannot be compared with a golden trace; None: it can.
 
     Raises:
         TraceError: the file is missing or damaged.
@@ -376,7 +376,7 @@ def _at_step(listener: Listener, step: int) -> Listener:
 
 
 def _first_step(trace: Trace) -> Trace:
-    """Results that do not depend on a sum over replicas."""
+    """Part of a trace with the first step's micro-batches, whose results depend on no sum over replicas."""
     kept = [
         (address, value)
         for address, value in zip(trace.addresses, trace.checksums, strict=True)

@@ -21,7 +21,7 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
 
     Args:
         config: the configuration of the workload.
-        algorithm: of the checksums.
+        algorithm: name of the algorithm of checksums.
 
     Returns:
         Plain values by name: those of ``machine_key``; without a GPU ``threads``; with fused modules the version of

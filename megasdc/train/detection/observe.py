@@ -36,7 +36,7 @@ class Watch:
     """A listener and the results that it needs.
 
     Args:
-        wanted: names of the submodules that it needs in a step; empty: none in that step. The same on all ranks of a
+        wanted: returns the names of the submodules that it needs in a step, empty: none. The same on all ranks of a
             tensor group.
         gradients: whether it needs more than forward results of micro-batches.
         harms: whether it changes results (fault injection); it does so in replays too.
@@ -57,7 +57,7 @@ class ObserverSwitch(Hook):
 
     Args:
         watches: called in this order for every result: fault injection before recording.
-        clock: measures attaching, and all listeners; None: nothing does.
+        clock: measures the time of attaching and of all listeners; None: it is not measured.
 
     Raises:
         ConfigError: the submodules' results cannot be observed.
@@ -74,7 +74,7 @@ class ObserverSwitch(Hook):
         self._attached: tuple[frozenset[str], tuple[Watch, ...]] = (frozenset(), ())
 
     def before_step(self, run: Run) -> None:
-        """Attach what this step's watches need."""
+        """Attach an observer for the results that this step's watches need."""
         step = run.engine.step_number
         wanted = {watch: frozenset(watch.wanted(step)) for watch in self._watches}
         wanting = tuple(watch for watch in self._watches if wanted[watch])
@@ -83,10 +83,10 @@ class ObserverSwitch(Hook):
 
     @contextmanager
     def everything(self, listener: Listener) -> Iterator[None]:
-        """Inside, call a listener instead of this step's, with all results of all submodules; fault injection stays.
+        """Context in which one listener gets all results, instead of the step's listeners; fault injection stays.
 
         Args:
-            listener: for the time of the block; changes nothing.
+            listener: the listener, which changes no result.
 
         Collective: none; but all ranks of a tensor group must do so together.
         """
@@ -153,7 +153,7 @@ class NonFiniteSearch:
         self.place: str | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: forget the place that was found in the last one."""
         self.place = None
 
     def explain(self, engine: TrainingEngine, seen: NonFinite | None, *, repeat: bool) -> None:
@@ -175,7 +175,7 @@ class NonFiniteSearch:
         self._events.emit(EVENT_KIND, "first", step=engine.step_number, **found.fields)
 
     def _repeat(self, engine: TrainingEngine) -> list[NonFiniteOrigin | None]:
-        """By rank, the first non-finite result when the step's micro-batches are recomputed."""
+        """Recompute the step's micro-batches; returns the first non-finite result by rank, None: all are finite."""
         recorder, inputs = FiniteRecorder(), InputKinds()
         found: list[NonFiniteOrigin | None] = [None] * self._dims.world_size
         with self._observation.everything(recorder), inputs.look_at(self._submodules):

@@ -32,24 +32,24 @@ from megasdc.sdc.referee.rounding import WORKING, product
 from megasdc.tensors.bits import as_bits
 
 LIMIT = 8.0
-"""Standard deviations that a sum may be off."""
+"""Number of standard deviations that a sum may be off."""
 BLOCK = 64
-"""Terms that are added up in fp32 before they are added in fp64: fast, and exact enough."""
+"""Number of terms that are added up in fp32 before they are added in fp64: fast, and exact enough."""
 ELEMENTS = 1 << 22
-"""Products of two numbers that are computed in fp64 at a time."""
+"""Number of products of two numbers that are computed in fp64 at a time."""
 
 
 def suspicion(left: Tensor, right: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
-    """How far the sum of each row of ``left right^T + bias`` is off, over what rounding makes likely.
+    """Error of the sum of each row of ``left right^T + bias``, divided by the largest that rounding makes likely.
 
     Args:
-        left: [R, K], as the device had it.
-        right: [C, K].
-        bias: [C]; None: nothing is added.
-        result: [R, C].
+        left: first factor, [R, K], as the device had it.
+        right: second factor, [C, K].
+        bias: bias, [C]; None: nothing is added.
+        result: result of the device, [R, C].
 
     Returns:
-        [R], fp64; above 1: suspicious; NaN where the result, or what it was made of, is not finite.
+        The quotient of each row, [R], fp64; above 1: suspicious; NaN where the result or a factor is not finite.
     """
     columns, terms = right.shape
     expected = left.double() @ _sum_of_rows(right)
@@ -104,7 +104,7 @@ def _squares(matrix: Tensor, dim: int | None) -> Tensor:
 PRODUCTS = {FORWARD: "output", BACKWARD: "input", WEIGHT_GRAD: "weight"}
 """Results that are products, by phase."""
 ROWS = 16
-"""Most suspicious rows of a result whose elements are computed."""
+"""Largest number of suspicious rows of a result whose elements are computed."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class WrongRow:
 
     Args:
         checksum: XXH3-64 of the whole result.
-        outside: the element.
+        outside: the element farthest outside of its bound.
     """
 
     address: Address
@@ -123,12 +123,12 @@ class WrongRow:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a rank found in its rows, and how all ranks look again.
+    """Result of a rank's check of rows, and the function by which all ranks repeat it.
 
     Args:
-        wrong: None: nothing.
-        micro_batch: that was looked at; the same on all ranks.
-        again: computes the micro-batch once more; what is wrong then.
+        wrong: the wrong product; None: none was found.
+        micro_batch: number of the checked micro-batch; the same on all ranks.
+        again: computes the micro-batch once more; returns the wrong product of that time, or None.
     """
 
     wrong: WrongRow | None
@@ -138,7 +138,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A product whose rows are to be summed, and how often each of its tensors had been changed in place."""
+    """A product whose rows are to be summed, with the version of each of its tensors, which counts changes in place."""
 
     address: Address
     exhibit: Exhibit
@@ -153,12 +153,12 @@ class RowChecks(Hook):
     was changed in place until then is not checked: event ``sdc/row_not_checked``.
 
     Args:
-        submodules: of this rank's stage.
-        clock: measures what the checks take.
+        submodules: submodules of this rank's stage.
+        clock: measures the time of the checks.
 
     Attributes:
-        fqns: submodules that are looked at in turn.
-        micro_batch: that this step looks at; None: none.
+        fqns: names of the submodules that are looked at in turn.
+        micro_batch: number of the micro-batch that this step looks at; None: none.
     """
 
     def __init__(self, submodules: Sequence[Submodule], run: Run, clock: AbstractContextManager[None]) -> None:
@@ -177,11 +177,11 @@ class RowChecks(Hook):
         self._wrong: WrongRow | None = None
 
     def choose(self, turn: int, of: int, *, looks: bool) -> None:
-        """Choose what a step looks at.
+        """Choose the product and micro-batch that a step looks at.
 
         Args:
             turn: number of the look.
-            of: micro-batches of a step.
+            of: number of micro-batches of a step.
             looks: whether it looks at all.
         """
         looks = looks and bool(self._products)
@@ -193,7 +193,7 @@ class RowChecks(Hook):
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Inside, nothing is looked at: what is computed there is not computed as in the step."""
+        """Context in which nothing is checked, since its computations differ from the step's."""
         due, self._due = self._due, None
         try:
             yield
@@ -207,7 +207,7 @@ class RowChecks(Hook):
         self._keep(micro_batch)
 
     def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Keep no more."""
+        """Stop keeping calls."""
         self._stop()
 
     def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
@@ -215,7 +215,7 @@ class RowChecks(Hook):
         self._keep(micro_batch)
 
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Keep no more."""
+        """Stop keeping calls."""
         self._stop()
 
     def _keep(self, micro_batch: int) -> None:
@@ -234,7 +234,7 @@ class RowChecks(Hook):
     # --- results ---------------------------------------------------------------------------------------------------
 
     def listen(self, address: Address, result: Tensor) -> None:
-        """A listener: checks the rows of the chosen result."""
+        """Listener that checks the rows of the chosen result."""
         if self._due is None or address.micro_batch != self.micro_batch:
             return
         submodule, phase = self._due
@@ -251,7 +251,7 @@ class RowChecks(Hook):
                 self._look_at_kept()
 
     def while_waiting(self, engine: TrainingEngine) -> None:
-        """Sum the rows of what was kept."""
+        """Sum the rows of the kept products."""
         self._look_at_kept()
 
     def _look_at_kept(self) -> None:
@@ -283,7 +283,7 @@ class RowChecks(Hook):
         return None
 
     def take(self) -> WrongRow | None:
-        """What was wrong since the last call."""
+        """The wrong product since the last call; None: none was found."""
         with self._clock:
             self._look_at_kept()
         found, self._wrong = self._wrong, None
@@ -291,7 +291,7 @@ class RowChecks(Hook):
 
 
 def named(wrong: WrongRow, rank: int) -> Outside:
-    """The element as ``rank`` has it."""
+    """The wrong element of a product, with its value on ``rank``."""
     return replace(wrong.outside, values={rank: wrong.outside.values[0]})
 
 

@@ -46,11 +46,11 @@ from megasdc.train.detection.budget import CheckBudget
 from megasdc.train.detection.chain import SETTINGS, UsedSettings
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
-"""What an update changes, in the order of the rows below; slots are the parameter's name, a dot and these."""
+"""States that an update changes, in the order of rows below; slots are the parameter's name, a dot and a state."""
 
 
 LANES = 64
-"""A multiple of the elements of a vector, or of a cache line, on all processors."""
+"""Multiple of the number of elements of a vector, or of a cache line, on all processors."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class PartUpdate:
 
     Args:
         before: [4, n], fp32: gradient after clipping, and master, first and second moment before the step.
-        step: of the optimizer, the first is 1.
-        start: of the part in its partition.
-        whole: elements of the partition.
-        settings: of the optimizer's group in this step.
+        step: step by the optimizer's count, the first is 1.
+        start: first element of the part in its partition.
+        whole: number of elements of the partition.
+        settings: settings of the optimizer's group in this step.
         kind: class of the optimizer.
     """
 
@@ -117,10 +117,10 @@ class Update:
     """The update of a slice, by the settings and counts of the rank that computes it again.
 
     Args:
-        parts: of the slice.
-        after: [3, n]: master, first and second moment after it.
-        inputs: checksum of what its owner computed it from: gradient before clipping, master and moments.
-        seen: the same of what this rank has of them.
+        parts: parts of the slice, one for each group.
+        after: master, first and second moment after the update, [3, n].
+        inputs: checksum of the owner's inputs: gradient before clipping, master and moments.
+        seen: checksum of these inputs as this rank has them.
     """
 
     parts: tuple[PartUpdate, ...]
@@ -147,8 +147,8 @@ class SliceSnapshot:
     """A slice of the state as the last step left it.
 
     Args:
-        state: [3, n], a copy.
-        checksum: of the copy, since that may be what changes.
+        state: copy of the state, [3, n].
+        checksum: checksum of the copy, since an error may change the copy itself.
     """
 
     due: Slice
@@ -161,10 +161,10 @@ class ChangedState:
     """A slice that is not as the last step left it.
 
     Args:
-        row: of ``STATES``, the first that differs.
-        element: of the slice, the first in it.
-        elements: that differ, over all rows.
-        restored: whether the copy was intact, and the state is that of the copy again.
+        row: number in ``STATES`` of the first row that differs.
+        element: place in the slice of the first element that differs in that row.
+        elements: number of elements that differ, over all rows.
+        restored: whether the copy was intact and is written back into the state.
     """
 
     due: Slice
@@ -179,9 +179,9 @@ class CheckedUpdates:
     """Updates of a step that this rank has to do with; None where a shard has no slice that is due.
 
     Args:
-        due: of this rank's shard.
-        own: its update.
-        other: that of the replica before, or of this one where there is no other.
+        due: due slice of this rank's shard.
+        own: update of that slice.
+        other: update of the replica before, or of this one where there is no other.
         again: this rank's computation of ``other``, [3, n].
     """
 
@@ -227,11 +227,11 @@ class UpdateSlices:
         return tuple((flat if name == "master" else known[name]).detach()[part.place] for name in STATES)
 
     def _state_of(self, due: Slice) -> Tensor:
-        """The same of a slice: [3, n], a copy."""
+        """Copy of a slice's master, first and second moment, [3, n]."""
         return torch.cat([torch.stack(self._views(part)) for part in due.parts], 1)
 
     def _set(self, due: Slice, state: Tensor) -> bool:
-        """Write a slice's state; whether it holds afterwards."""
+        """Write a slice's state; returns whether it reads back equal."""
         first = 0
         for part in due.parts:
             for now, right in zip(self._views(part), state[:, first : first + part.numel], strict=True):
@@ -271,7 +271,7 @@ class UpdateSlices:
             self._unclipped = self._slices.reduced(due).float()
 
     def _take(self) -> None:
-        """Take what the step is about to read: hooks may have changed gradient and state until now.
+        """Copy the values that the step is about to read: hooks may have changed gradient and state until now.
 
         DeepSpeed's optimizer for fp32 steps one group after the other.
         """
@@ -338,7 +338,7 @@ class UpdateSlices:
         return Update(tuple(parts), after, taken, update_checksum(inputs))
 
     def keep(self, turn: int | None) -> None:
-        """Copy the slice that is due at the next step; None: none is. Before the first update moments are zeros."""
+        """Copy the slice that is due at the next step; None: none is. Moments are zeros before the first update."""
         self._turn = self._kept = None
         due = None if turn is None else self._due(turn)
         if due is not None:
@@ -346,7 +346,7 @@ class UpdateSlices:
             self._kept = SliceSnapshot(due, state, update_checksum(state))
 
     def put(self, checked: CheckedUpdates) -> bool:
-        """Compute this rank's slice again, and use that; whether it holds afterwards."""
+        """Write this rank's slice as computed again; returns whether it reads back equal."""
         return checked.due is not None and checked.own is not None and self._set(checked.due, checked.own.again())
 
 
@@ -356,7 +356,7 @@ def update_checksum(state: Tensor) -> int:
 
 
 WITNESSES = 2
-"""Other ranks that keep a copy of a slice, where they have one."""
+"""Number of other ranks that keep their copy of a slice, where they have one."""
 
 
 @dataclass(frozen=True)
@@ -364,12 +364,12 @@ class WrongSum:
     """The element of a reduced gradient that is farthest outside of what rounding allows.
 
     Args:
-        due: the slice that it is in.
-        element: place in the slice.
+        due: slice that the element is in.
+        element: place of the element in the slice.
         exact: the mean of the replicas' gradients, in fp64.
         bound: largest difference that rounding explains.
-        got: what the owner has.
-        elements: of the slice, that are outside.
+        got: value of the owner.
+        elements: number of the slice's elements that are outside.
     """
 
     due: Slice
@@ -433,7 +433,7 @@ class SumCheck:
         return _worst(self._due, reduced.double(), exact.values, exact.bounds)
 
     def _copied(self) -> Iterator[tuple[int, Tensor]]:
-        """This rank's copies of slices of the owners after it, by global rank, where it has any."""
+        """Global ranks of the owners after this one, each with this rank's copy of its slice, where it has any."""
         dims = self._engine.dims
         if not is_bf16_optimizer(self._engine.optimizer):
             return
@@ -443,7 +443,7 @@ class SumCheck:
                 yield self._slices.ranks[replica], self._slices.copy_of(due, replica)
 
     def copy_at(self, owner: int, element: int) -> float | None:
-        """What this rank has where another one's slice is wrong; None: it keeps no copy."""
+        """This rank's value of a wrong element in another's slice; None: it keeps no copy."""
         copy = self._copies.get(owner)
         return None if copy is None else copy[element].item()
 
@@ -461,30 +461,30 @@ def _worst(due: Slice, got: Tensor, exact: Tensor, bounds: Tensor) -> WrongSum |
 logger = logging.getLogger(__name__)
 
 SUMS, KEPT_STATE, UPDATES = "reduction", "state", "update"
-"""Tiers of findings."""
+"""Tiers of findings in slices."""
 MISSED = "missed"
-"""Flag of a rank that has not looked at all there is to a slice."""
+"""Name of the flag of a rank that has not checked a slice in full."""
 OWN_COPY, MEAN = "own copy", "mean of the replicas' gradients"
-"""Bases of their rulings, besides those of ``megasdc.sdc.verdict``."""
+"""Bases of rulings on slices, besides those of ``megasdc.sdc.verdict``."""
 REPEATS = 5
 SHOWN = 16
-"""Elements of an update that an event names one by one."""
+"""Largest number of an update's elements that an event names one by one."""
 Act = Callable[[int, Callable[[Collection[int]], Finding]], bool]
-"""Settles a finding of a step: gets the devices found wrong before; returns whether it is to be repaired."""
+"""Settles a finding, from its step and a function that rules, given the ranks wrong before; whether it is repaired."""
 Tell = Callable[[dict[str, str]], None]
-"""Gets exact checks that are within a tolerance from now on: what is said of each, by phase."""
+"""Reports exact checks that are within a tolerance from now on: a text on each, by phase."""
 
 
 @dataclass(frozen=True)
 class UpdateMismatch:
-    """What a rank found in the update of another, or of its own where there is one replica.
+    """Difference between an update and the checker's computation of it.
 
     Args:
-        owner: global rank of the update.
-        row: which of ``STATES`` differs first.
-        elements: of the slice that differ, ascending, [n].
+        owner: global rank of the update's owner, the checker itself where there is one replica.
+        row: number in ``STATES`` of the first row that differs.
+        elements: places in the slice of the elements that differ, ascending, [n].
         got: checksum of the owner's row.
-        expected: of the checker's.
+        expected: checksum of the checker's row.
         same_inputs: whether the checker has computed it from the owner's inputs, bit by bit.
     """
 
@@ -500,13 +500,13 @@ def comparable(claim: UpdateMismatch | None, checker: int, used: Sequence[int]) 
     """The claim of a rank, unless two updates by different settings were compared.
 
     Args:
-        used: by rank, digest of the settings of the step; empty: those of replicas are equal.
+        used: digest of the step's settings, by rank; empty: those of replicas are equal.
     """
     return None if claim is not None and used and used[claim.owner] != used[checker] else claim
 
 
 class ReducedGradientCheck(Hook):
-    """Hook that compares what the step has found, once faults were injected into it and before bounds change it."""
+    """Hook that compares slices of gradient and state, once faults were injected and before bounds change gradients."""
 
     def __init__(self, checks: SliceChecks) -> None:
         self._checks = checks
@@ -517,7 +517,7 @@ class ReducedGradientCheck(Hook):
 
 
 class Unclipped(Hook):
-    """Hook that takes what the optimizer is about to clip: the last one before it."""
+    """Hook that copies the gradient that the optimizer is about to clip; the last hook before the optimizer."""
 
     def __init__(self, checks: SliceChecks) -> None:
         self._checks = checks
@@ -529,11 +529,11 @@ class Unclipped(Hook):
 
 @dataclass(frozen=True)
 class Checkable:
-    """What of a step hooks leave as it is between two places that checks compare.
+    """Parts of a step in which no hook changes gradients between two places that checks compare.
 
     Args:
-        sums: gradients from the last micro-batch to their sum over replicas.
-        clips: gradients from their clipping to the optimizer.
+        sums: whether this holds from the last micro-batch to the sum over replicas.
+        clips: whether this holds from clipping to the optimizer.
     """
 
     sums: bool = True
@@ -546,13 +546,13 @@ class SliceChecks(Hook):
     A slice is put right only where it is the whole shard, so that what else changed is known too; else a finding halts.
 
     Args:
-        size: most elements of a slice.
-        act: settles what is found.
-        tell: is told where a check is no longer exact.
-        budget: says which steps look at a slice, and measures that.
+        size: largest number of elements of a slice.
+        act: settles findings.
+        tell: reports where a check is no longer exact.
+        budget: decides which steps look at a slice, and measures the time.
 
     Attributes:
-        found: the hook that reads what the step has found; a hook of its own, since it comes after fault injection.
+        found: the hook that compares slices of gradient and state, apart since it comes after fault injection.
         unclipped: the hook that reads gradients when all others have changed them.
     """
 
@@ -576,7 +576,7 @@ class SliceChecks(Hook):
         self._looks = self._is_whole = self._missed = False
 
     def on_start(self, run: Run) -> None:
-        """Find out which slices there are, and tell after how many steps all have been looked at."""
+        """Divide the shards into slices, and report after how many steps all have been looked at."""
         self._engine, self._host_group, self._events = run.engine, run.host_group, run.events
         self._used.start()
         self._slices = Slices(run.engine, self._size, run.host_group)
@@ -691,7 +691,7 @@ class SliceChecks(Hook):
                 self._settle_updates(engine, comparable(claim, rank, by_rank), checked)
 
     def _end_turn(self, engine: TrainingEngine) -> None:
-        """What was not looked at in full is due again, but not for ever."""
+        """End a turn; a slice that was not checked in full is due again, a limited number of times."""
         place = self._turn.number % self._slices.period
         if self._turn.end(missed=self._missed, skipped=engine.is_skipped) and engine.dims.rank == 0:
             self._events.emit("sdc", "slice_given_up", step=engine.step_number, slice=place, looks=MISSES)
@@ -702,7 +702,7 @@ class SliceChecks(Hook):
             )
 
     def _settle_updates(self, engine: TrainingEngine, claim: UpdateMismatch | None, checked: CheckedUpdates) -> bool:
-        """Rule on updates that differ when computed twice, and put right what can be; whether there was a ruling."""
+        """Rule on updates that differ when computed twice, repair if possible; returns whether there was a ruling."""
         rulings: list[RankVerdict] = []
         step = engine.step_number
 
@@ -721,12 +721,12 @@ class SliceChecks(Hook):
         return bool(rulings)
 
     def _not_held(self, step: int, failing: Collection[int], rulings: Sequence[RankVerdict]) -> Finding:
-        """What was put right is wrong again when it is read."""
+        """Finding on repaired slices that are wrong again when they are read."""
         again = [replace(one, verdict=INTERMITTENT, basis=OWN_COPY) if one.rank in failing else one for one in rulings]
         return Finding(UPDATES, None, tuple(again), unrepaired=f"what was put right on ranks {list(failing)} is not")
 
     def _claim(self, checked: CheckedUpdates) -> UpdateMismatch | None:
-        """What differs between an update and this rank's computation of it; None: nothing."""
+        """Difference between an update and this rank's computation of it; None: they are equal."""
         if checked.other is None or checked.again is None:
             return None
         other, again = checked.other, checked.again
@@ -748,7 +748,7 @@ class SliceChecks(Hook):
 
     @property
     def _unrepaired(self) -> str:
-        """Why a slice that is put right is no repair; empty: it is the whole shard, and was looked at in full."""
+        """Reason why a repaired slice does not repair the step; empty: it is the whole shard, checked in full."""
         if self._slices.period == 1:
             return (
                 "what the step before left was not kept on all ranks, so that whether the state changed before the "
@@ -763,13 +763,13 @@ class SliceChecks(Hook):
         )
 
     def _address(self, step: int, phase: str, due: Slice, element: int, row: int | None = None) -> Address:
-        """Of the parameter that an element of a slice is in, or of one of its ``STATES``."""
+        """Address of the parameter that an element of a slice is in, or of one of its ``STATES``."""
         parameter = self._slices.parameter_of(*due.at(element))
         fqn, slot = self._names[id(parameter)]
         return Address(step, None, phase, fqn, slot if row is None else f"{slot}.{STATES[row]}")
 
     def _of_sums(self, step: int) -> Finding:
-        """A sum that rounding does not explain: of the owner alone if another rank has a right copy, else of any."""
+        """Rule on a sum that rounding does not explain: its owner is named if another rank has a right copy."""
         dims, wrong = self._engine.dims, self._wrong_sum
         mine = None if wrong is None else (self._address(step, REDUCED_GRAD, wrong.due, wrong.element), wrong)
         found = {rank: one for rank, one in enumerate(gather_objects(mine, self._host_group)) if one is not None}
@@ -793,7 +793,7 @@ class SliceChecks(Hook):
         return Finding(SUMS, None, tuple(rulings), dims.world_size, opinions=tuple(opinions))
 
     def _of_states(self, step: int, earlier: Collection[int]) -> Finding:
-        """State that changed between two steps: the memory of its rank; the copy was put back before it was read."""
+        """Rule on state that changed between two steps, in its rank's memory; the copy was put back before any use."""
         one = self._updates.changed
         mine = None if one is None else (self._address(step, UPDATE, one.due, one.element, one.row), one.restored)
         found = dict(enumerate(gather_objects(mine, self._host_group)))
@@ -809,7 +809,7 @@ class SliceChecks(Hook):
     def _of_updates(
         self, step: int, claim: UpdateMismatch | None, checked: CheckedUpdates, earlier: Collection[int]
     ) -> Finding:
-        """Two computations of one update that differ: repeats of both, and the referee, tell which is wrong."""
+        """Rule on two computations of one update that differ, by repeats of both and by the referee."""
         rank = self._engine.dims.rank
         claims: Mapping[int, UpdateMismatch] = {
             checker: one for checker, one in enumerate(gather_objects(claim, self._host_group)) if one is not None
@@ -849,7 +849,7 @@ class SliceChecks(Hook):
         return Finding(UPDATES, None, tuple(rulings), counts, opinions=tuple(opinions), unrepaired=why)
 
     def _is_rounding(self, step: int, address: Address, claim: UpdateMismatch, shown: Sequence[_Shown]) -> bool:
-        """Whether both results come again each time and are within rounding; from then on such differences are none.
+        """Whether both results repeat and are within rounding; from then on such differences are not findings.
 
         Only where both were computed from the same inputs, bit by bit; settings were compared before.
         """
@@ -881,11 +881,11 @@ class _Shown:
     """A rank's repeats of an update: checksums of the row as it is and elsewhere; and its elements.
 
     Args:
-        pairs: of each repeat; twice the same where nothing was moved.
-        values: of the differing elements, as this rank got them first.
-        proved: whether each of them, and where it checks itself what it got elsewhere, is within a bound.
-        inputs: checksum of what this rank computed them from.
-        clipped: the same once this rank has clipped the gradient.
+        pairs: checksums of each repeat; twice the same where nothing was moved.
+        values: differing elements, as this rank computed them first.
+        proved: whether each of them, and its repeat elsewhere where a rank checks itself, is within a bound.
+        inputs: checksum of this rank's inputs.
+        clipped: checksum of these inputs once this rank has clipped the gradient.
         whole: checksum of all rows, computed again.
     """
 
@@ -913,12 +913,12 @@ def _evidence(update: Update, first: Tensor, claim: UpdateMismatch, *, alone: bo
 
 
 def _is_proved(row: Tensor, elements: Tensor, exact: Exact) -> Tensor:
-    """Which elements of a row rounding explains; where it has no bound, it explains nothing."""
+    """Whether rounding explains each element of a row; false where there is no bound."""
     return is_within(row.cpu()[elements].double(), exact) & exact.bounds.isfinite()
 
 
 def _opinion(address: Address, claim: UpdateMismatch, shown: Mapping[int, _Shown]) -> Opinion:
-    """What the referee says of the owner's elements and the checker's."""
+    """Opinion of the referee on the owner's and the checker's elements."""
     count = len(claim.elements)
     reference = agreed([one.exact for one in shown.values()])
     if reference is None:
