@@ -24,11 +24,11 @@ REPLICA_PHASES = PHASES[:5]
 
 
 OF_AUDIT = -1
-"""Number of a micro-batch that an audit computes besides those of the step."""
+"""``micro_batch`` of an extra micro-batch that an audit computes besides those of the step."""
 
 
 def which_micro_batch(number: int | None) -> str:
-    """What follows the step in a sentence; ``number``: as in ``Address``."""
+    """Text on the micro-batch, to follow the step in a sentence; ``number``: ``micro_batch`` of an ``Address``."""
     if number == OF_AUDIT:
         return ", the extra micro-batch of the audit"
     return "" if number is None else f", micro-batch {number}"

@@ -1,4 +1,4 @@
-"""Exceptions of megasdc and their exit codes, and which of them stand behind exceptions of PyTorch and of the system.
+"""Exceptions of megasdc and their exit codes, and their recognition in exceptions of PyTorch and of the system.
 
 Every failure that a user can cause or meet has one class here. The exit code of a class is the protocol between a
 training rank, the launcher and whatever restarts the run, so a number is never used twice and never changes meaning.
@@ -128,7 +128,7 @@ def error_of_rank(exit_code: int) -> type[MegasdcError]:
 HANG_SIGNS = ("Timed out waiting", "Watchdog caught collective operation timeout")
 """Messages of a collective that timed out (gloo, NCCL; torch 2.13)."""
 STORE_SIGNS = ("Wait timeout", "Timeout waiting for key")
-"""Of the store of ranks that meet in a folder, whose errors are no DistStoreError (torch 2.13)."""
+"""Messages of the store of ranks that meet in a folder, whose errors are no DistStoreError (torch 2.13)."""
 PEER_SIGNS = (
     "Connection closed by peer",
     "Connection reset by peer",

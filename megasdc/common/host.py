@@ -1,14 +1,14 @@
-"""This process's host: files in its memory, memory and its limits, and what the system says of processes; no torch.
+"""This process's host: files in shared memory, memory and its limits, and states of processes; no torch.
 
-Files in shared memory outlive the process that wrote them, for others of the host. Every user may make names there. So
-what is there counts only where it belongs to this user, whom the system lets make and change it alone: owner and kind
-are compared before anything is read, links are not followed, and no file is read that is larger than it can be. A
-folder that nobody else may enter (0700) keeps others from all that is in it.
+Files in shared memory outlive the process that wrote them, for others of the host. Every user may create files there.
+So a file or folder is used only if it belongs to this user, who alone may create and change it: owner and kind are
+compared before anything is read, links are not followed, and no file larger than its limit is read. A folder that
+nobody else may enter (0700) keeps others from all that is in it.
 
 Limits of memory are those of memory cgroups, of both versions, which containers and schedulers set, and of the host
-itself; ``MemoryWatch`` tells which processes the kernel has ended for want of it. Whose shared memory is can be told of
-files alone: of those in /dev/shm others' are those of other users, and what was there before, but for what this user's
-runs keep there. The rest counts as nobody's.
+itself; ``MemoryWatch`` finds the processes that the kernel has killed for lack of memory. Only for files the owner of
+shared memory is known: in /dev/shm, files of other users count as others', and so do those from before the launch,
+except those of this user's runs. The rest counts as nobody's.
 
 A process is running, stopped, waiting for a disk, or gone; ``Waker`` wakes or ends one that does not run.
 """
@@ -38,7 +38,7 @@ from megasdc.common.durable import parse_json
 
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_SHARE = 0.8
-"""Of the free memory that snapshots of a state may take."""
+"""Share of the free memory that snapshots of a state may take."""
 NAME_VARIABLE = "MEGASDC_SHARED_NAME"
 """Random part of the names of this host's folders, for ranks that cannot tell each other one.
 
@@ -46,7 +46,7 @@ The front sets it for what it starts, and ``megasdc.ops.launch.node`` for ranks 
 arguments of processes, but not this.
 """
 MAX_BYTES = 16 << 20
-"""Of a file of ours there that is read at once."""
+"""Largest size of a file of ours in shared memory that is read."""
 _BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -57,17 +57,17 @@ def shared_folder() -> Path:
 
 
 def own_prefix() -> str:
-    """How names of this user's folders there begin."""
+    """Prefix of the names of this user's folders in shared memory."""
     return f"megasdc-{os.getuid()}-"
 
 
 def deepspeed_buffer(rank: int | str, environ: Mapping[str, str] = os.environ) -> str:
     """Name of the buffer that DeepSpeed makes for a rank on a CPU for its inference layers, and never removes: 66 MB.
 
-    Who trains has no use for it. Source: DeepSpeed 0.19.8, ``csrc/cpu/comm/shm.cpp``.
+    Training does not use it. Source: DeepSpeed 0.19.8, ``csrc/cpu/comm/shm.cpp``.
 
     Args:
-        environ: of the rank, with the address and the port of its launch.
+        environ: environment of the rank, with the address and the port of its launch.
     """
     return f"{_BUFFER_PREFIX}{os.getuid()}_{environ.get('MASTER_ADDR', '')}_{environ.get('MASTER_PORT', '')}_{rank}"
 
@@ -83,16 +83,16 @@ def remove_buffers(names: Iterable[str]) -> None:
 
 
 def _is_buffer(name: str) -> bool:
-    """Whether it is the name of one, as a record of an earlier launch should hold it."""
+    """Whether a name is that of such a buffer; the record of an earlier launch may hold anything."""
     return name.startswith(f"{_BUFFER_PREFIX}{os.getuid()}_") and "/" not in name
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder that this user alone may enter; one that is there already must be such.
+    """Create a folder that this user alone may enter; an existing one must be such a folder.
 
     Raises:
-        PermissionError: what has this name is no folder, another user's, or open to others.
-        OSError: it cannot be made.
+        PermissionError: the name is that of another kind of file, of another user's folder, or of one open to others.
+        OSError: it cannot be created.
     """
     try:
         path.mkdir(mode=stat.S_IRWXU)
@@ -112,7 +112,7 @@ def is_own_folder(path: Path | os.DirEntry[str]) -> bool:
 
 
 def own_folders(prefix: str) -> Iterator[Path]:
-    """This user's folders in shared memory whose names begin so; of others no more than the owner is looked at."""
+    """This user's folders in shared memory whose names begin with ``prefix``; those of others are not opened."""
     with os.scandir(shared_folder()) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and is_own_folder(entry):
@@ -120,10 +120,10 @@ def own_folders(prefix: str) -> Iterator[Path]:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of this user's, and no link; returns its descriptor.
+    """Open a regular file of this user's, no link; returns its descriptor.
 
     Raises:
-        PermissionError: it is none.
+        PermissionError: it is no such file.
         OSError: it cannot be opened.
     """
     found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its other end
@@ -138,7 +138,7 @@ def read_own_json(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file of this user's.
 
     Args:
-        largest: bytes that it may have.
+        largest: largest size in bytes.
 
     Raises:
         ValueError: it is larger, or holds no JSON object.
@@ -156,27 +156,27 @@ def read_own_json(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
 
 PROC, CGROUPS, KERNEL_LOG = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/kmsg")
 FIRST_PIDS = "pid:[4026531836]"
-"""Namespace of process ids that the kernel's log has; Source: ``PROC_PID_INIT_INO`` of the kernel's proc_ns.h."""
+"""PID namespace of the process ids in the kernel's log; source: ``PROC_PID_INIT_INO`` of the kernel's proc_ns.h."""
 _KILLED = re.compile(rb"(?:ut of memory[^:\n]*:|;) ?Killed process (\d+) \([^\n]*?total-vm:\d+kB, anon-rss:(\d+)kB")
 """Source: ``__oom_kill_process`` of the kernel's mm/oom_kill.c; until 5.0 the sentence had nothing before it."""
 WORKER_S = 60.0
-"""A rank ends at most so long after one of its workers, since it needs what that should have given it."""
+"""Seconds within which a rank ends after one of its workers, whose results it needs."""
 _WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>\d[\d, ]*)\) (?:is killed by signal: Killed|exited unexpectedly)"
     r"|process pool was terminated abruptly|One of the subprocesses has abruptly died"
 )
-"""What ranks say whose worker was killed; the last of ``concurrent.futures.process`` and of Hugging Face's datasets."""
+"""Messages of ranks whose worker was killed; the last of ``concurrent.futures.process`` and Hugging Face's datasets."""
 MAX_FILES = 100_000
-"""In memory, of which it is asked whose they are."""
+"""Maximum number of files in memory whose owner is determined."""
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit of a cgroup.
+    """Memory limit of a cgroup.
 
     Args:
-        limit: bytes.
-        used: of them, without files that the kernel would give up.
+        limit: limit in bytes.
+        used: bytes in use, without files that the kernel would give up.
     """
 
     limit: float
@@ -185,12 +185,12 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory that programs have got, without files, of the host or, where its limit is lower, of the container.
+    """Memory of programs, without files, on the host or, if its limit is lower, in the container.
 
     Args:
-        total: bytes that they may have together.
-        used: of them, others' files in ``/dev/shm`` included where no container has a limit.
-        shared: what shared memory and files in memory take beside that.
+        total: bytes that programs may have together.
+        used: bytes that they have, with others' files in ``/dev/shm`` where no container has a limit.
+        shared: bytes of shared memory and files in memory besides.
     """
 
     total: int
@@ -200,14 +200,14 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class MemoryKill:
-    """That the kernel has ended a process for want of memory, in bytes; None: not known.
+    """Memory figures, in bytes, of a process that the kernel has killed for lack of memory; None: not known.
 
     Args:
-        total: that programs may have together there.
-        others: that other programs than those of the launch had right after, with files of theirs in ``/dev/shm``.
-        before: that all programs had when the launch began there, likewise.
-        process: that the process had; None: the kernel's log does not tell.
-        shared: that other shared memory and files in memory took, of whom is not known: it is counted as nobody's.
+        total: bytes that programs may have together on the host or in the container.
+        others: bytes of programs outside the launch right after it, with their files in ``/dev/shm``.
+        before: bytes of all programs, likewise, when the launch began there.
+        process: bytes of the killed process; None: the kernel's log does not tell.
+        shared: bytes of other shared memory and files in memory, whose owner is not known.
     """
 
     total: int | None
@@ -218,10 +218,10 @@ class MemoryKill:
 
 
 class MemoryWatch:
-    """Tells whether a process of this host was ended for want of memory since this was made.
+    """Detects processes of this host that the kernel has killed for lack of memory since this object was created.
 
-    That the kernel's log names the process; where the log is not read, that the memory cgroup of this process counts
-    more than when all were last seen to run, and more than processes that this was told of.
+    The sign is an entry in the kernel's log with the process. Where the log cannot be read, it is a count of kills in
+    this process's memory cgroup that is higher than when all were last seen to run, and than the kills reported here.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class MemoryWatch:
         self._logged = set(self._entries() or {})
 
     def all_run(self) -> None:
-        """Take it that nothing which was counted at the last call has ended a rank: all of them run.
+        """Record that all ranks run, so that the kills counted at the last call were not of ranks.
 
         The kernel counts a process before it has ended.
         """
@@ -245,10 +245,10 @@ class MemoryWatch:
             self._counts.popleft()
 
     def of(self, pid: int, own: Iterable[int]) -> MemoryKill | None:
-        """Numbers of the end of a process, which SIGKILL has ended; None: there is no sign that memory was the cause.
+        """Memory figures for a process that SIGKILL has ended; None: there is no sign that memory was the cause.
 
         Args:
-            own: processes of the launch that live.
+            own: ids of the launch's processes that live.
         """
         logged = self._entries()
         if logged is not None:
@@ -262,14 +262,14 @@ class MemoryWatch:
         return self._kill((logged or {}).get(pid), own)
 
     def of_worker(self, said: str, own: Iterable[int]) -> MemoryKill | None:
-        """Numbers of the end of a worker whose rank has ended since; None: that was not it, or of no want of memory.
+        """Memory figures for a killed worker whose rank has ended since; None: no worker was killed for lack of memory.
 
-        By the kernel's log, if it is read and the rank has named the worker; else by what the cgroup has counted
-        shortly before.
+        They come from the kernel's log, if it is read and the rank has named the worker; otherwise from the kills that
+        the cgroup has counted shortly before.
 
         Args:
-            said: what the rank says of its end.
-            own: as of ``of``.
+            said: the rank's last message.
+            own: as in ``of``.
         """
         if (match := _WORKER.search(said)) is None:
             return None
@@ -294,7 +294,7 @@ class MemoryWatch:
         return None
 
     def _killed(self) -> int | None:
-        """Processes of this one's memory cgroup and those below that were ended so; None: it does not count them."""
+        """Number of processes killed so in this one's memory cgroup and those below; None: it does not count them."""
         for folder, is_second in _folders(self._proc, self._cgroups):
             path = folder / ("memory.events" if is_second else "memory.oom_control")
             with suppress(OSError, ValueError):
@@ -351,10 +351,11 @@ def memory_limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryLimi
 def memory_use(
     proc: Path = PROC, cgroups: Path = CGROUPS, shared: Path = SHARED_MEMORY, began: float = math.inf
 ) -> MemoryUse:
-    """Of the host, or of the memory cgroup above this process with the lowest limit.
+    """Memory use of the host, or of the memory cgroup above this process with the lowest limit.
 
     Args:
-        began: when the launch did, seconds since the epoch: what this user has written since to ``shared`` is its own.
+        began: start of the launch, seconds since the epoch; files that this user has written to ``shared`` since then
+            are the launch's own.
     """
     host = _meminfo(proc)
     total, in_memory = host["MemTotal"] - host.get("Hugetlb", 0), host.get("Shmem", 0)
@@ -370,7 +371,7 @@ def memory_use(
 
 
 def _others_files(folder: Path, began: float) -> int:
-    """Bytes that files of others take in a folder in memory; what cannot be looked at takes nothing."""
+    """Number of bytes that files of others take in a folder in memory; unreadable ones count as 0."""
     seen = itertools.islice(_files(folder), MAX_FILES)
     return sum(status.st_blocks * 512 for top, status in seen if _is_others(top, status, began))
 
@@ -381,7 +382,7 @@ def _is_others(top: str, seen: os.stat_result, began: float) -> bool:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """All below a folder, with the name in that folder under which they lie."""
+    """All files below a folder, each with the name in that folder under which it lies."""
     for place, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(place, name)
@@ -450,9 +451,9 @@ def _used(folder: Path, usage: str, cache: str) -> float:
 RUNNING, STOPPED, DISK, GONE = "running", "stopped", "waiting for a disk", "gone"
 TOLERANCE_S = 0.1
 DISK_S = 120.0
-"""For so long a process that others wait for may wait for a disk, as where its host swaps, or not run."""
+"""Seconds for which a process that others wait for may wait for a disk, such as on a host that swaps, or not run."""
 PAUSE_S = 10.0
-"""Who has not looked for so long was stopped with its host: what others did not do meanwhile does not count."""
+"""Seconds between two checks above which the observer itself was stopped with its host; its timers start anew."""
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -480,27 +481,26 @@ def started_at(pid: int) -> float:
 
 
 class Waker:
-    """Ends what others wait for and what does not run: from outside, since it cannot end itself.
+    """Ends processes that do not run while others wait for them, from outside, since they cannot end themselves.
 
-    A process that a signal has stopped (SIGSTOP) is woken first, and killed where it stays so. One that waits for a
-    disk each time that it is looked at, as where its host swaps, is killed, which the kernel does once it waits no
-    more; so is one that polls and has not run. Where even that does not end it, it is given up: of its own it does
-    nothing more.
+    A process that a signal has stopped (SIGSTOP) is woken first, and killed if it stays stopped. One that waits for a
+    disk at each check, such as on a host that swaps, is killed, which the kernel does once the wait is over; so is one
+    that should poll and has not run. If even that does not end it, it is given up.
 
     Args:
         limit_s: seconds that it may stay stopped before it gets SIGCONT, and again before it gets SIGKILL.
         disk_s: seconds that it may wait for a disk, or not run, before it gets SIGKILL; again before it is given up.
-        polls: a healthy one runs every few seconds, whatever it waits for, so that one that does not is ended.
+        polls: whether a healthy process runs every few seconds, whatever it waits for; one that does not is ended.
     """
 
     def __init__(self, limit_s: float, disk_s: float = DISK_S, *, polls: bool = False) -> None:
         self._limit_s, self._disk_s, self._polls = limit_s, disk_s, polls
         self._held: dict[tuple[int, float], _Held] = {}
         self.given_up: set[int] = set()
-        """Processes that do not end though they were killed."""
+        """Ids of processes that were killed and did not end."""
 
     def look(self, pid: int) -> str:
-        """Look at a process that is not reaped yet; returns what was done, in a sentence; empty: nothing."""
+        """Check a process that is not reaped yet; returns a sentence on the action taken; empty: none."""
         try:
             process = psutil.Process(pid)
             key, state = (pid, process.create_time()), self._state(process)  # another process may have its id later
@@ -528,7 +528,7 @@ class Waker:
         return f"process {pid} {what}, was killed, and does not end: it is given up"
 
     def _state(self, process: psutil.Process) -> str | None:
-        """What is to last no longer than a limit: a process state, or how often the process has run; None: nothing."""
+        """Condition that may last no longer than a limit: a process state, or a count of switches; None: it is fine."""
         status = process.status()
         if status in _WHAT:
             return status
@@ -539,7 +539,7 @@ class Waker:
 
 @dataclass(frozen=True)
 class _Held:
-    """A process that does not run, since when, when it was last looked at, and how often something was done."""
+    """A process that does not run: its state, since when, time of the last check, and number of actions taken."""
 
     state: str
     since: float
@@ -551,7 +551,7 @@ _WHAT = {psutil.STATUS_STOPPED: "is stopped by a signal", psutil.STATUS_DISK_SLE
 
 
 def _times_run(pid: int) -> int:
-    """How often threads of a process have been switched away from.
+    """Number of context switches of a process's threads.
 
     Source: proc_pid_status(5), ``voluntary_ctxt_switches`` and ``nonvoluntary_ctxt_switches``.
     """

@@ -1,4 +1,4 @@
-"""Origin of what a process of a run writes: which run and start of it, which launch, device and moment.
+"""Origin of records that a process of a run writes: run, start, launch, device and moment.
 
 A run has an id in its folder, which stays the same over restarts, and counts its starts. A launch is known by its id.
 
@@ -45,13 +45,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a run, as what belongs to it is found: by its id, never by the clocks of its hosts.
+    """A launch of a run; its records are found by its id, never by the clocks of its hosts.
 
     Args:
-        id: that all its processes write.
-        planned_at: seconds since the epoch, by the clock of the host that planned it.
-        monotonic: when that was on the monotonic clock of that host; None: not known.
-        boot: id of its kernel since it was booted; None: likewise.
+        id: id of the launch, which all its processes write.
+        planned_at: time of its planning, in seconds since the epoch, by the clock of the host that planned it.
+        monotonic: the same time on the monotonic clock of that host; None: not known.
+        boot: boot id of that host's kernel; None: not known.
     """
 
     id: str
@@ -60,11 +60,11 @@ class Launch:
     boot: str | None = None
 
     def wrote(self, launch: str | None, time: float) -> bool:
-        """Whether something was written by this launch.
+        """Whether a record was written by this launch.
 
         Args:
-            launch: id that it has; None: it is of a version that wrote none, so that only its time can tell.
-            time: that it has, seconds since the epoch.
+            launch: launch id in the record; None: an earlier version wrote none, so that only its time can tell.
+            time: time in the record, seconds since the epoch.
         """
         return time >= self.planned_at if launch is None else launch == self.id
 
@@ -130,7 +130,7 @@ def count_start(folder: Path | str) -> RunIdentity:
 
 
 DRIFT = 1e-4
-"""Most that two monotonic clocks drift apart, a second: they are not set, but slowed and hastened (adjtimex(2))."""
+"""Largest drift of two monotonic clocks, seconds per second: they are not set, but slowed or hastened (adjtimex(2))."""
 Key = TypeVar("Key")
 
 
@@ -145,11 +145,11 @@ class HostClock:
     """The clocks of a host against those of the launch's front.
 
     Args:
-        boot_id: of the host's kernel.
-        monotonic_s: seconds that the host's monotonic clock shows more than the front's.
+        boot_id: boot id of the host's kernel.
+        monotonic_s: seconds by which the host's monotonic clock is ahead of the front's.
         ahead_s: seconds by which its date is ahead of the front's.
-        uncertainty_s: of both: half of the round trip in which they were measured.
-        at: when, on the front's monotonic clock.
+        uncertainty_s: uncertainty of both, half of the round trip in which they were measured.
+        at: time of the measurement on the front's monotonic clock.
     """
 
     boot_id: str
@@ -161,12 +161,12 @@ class HostClock:
 
 @dataclass(frozen=True)
 class Moment:
-    """When something happened.
+    """Time of an event on a host.
 
     Args:
-        host: on which.
-        time: seconds since the epoch, by its clock.
-        boot_id: of its kernel; None: not known, as in what earlier versions wrote.
+        host: name of the host.
+        time: seconds since the epoch, by the host's clock.
+        boot_id: boot id of its kernel; None: not known, as in records of earlier versions.
         monotonic: seconds on its monotonic clock; None: likewise.
     """
 
@@ -177,7 +177,7 @@ class Moment:
 
     @classmethod
     def now(cls) -> Moment:
-        """Now, on this host."""
+        """The present time on this host."""
         return cls(socket.gethostname(), time.time(), boot_id(), time.monotonic())
 
     def was_before(self, other: Moment, clocks: Mapping[str, HostClock]) -> bool:
@@ -194,7 +194,7 @@ class Moment:
         return own is not None and others is not None and own[1] < others[0]
 
     def _span(self, clocks: Mapping[str, HostClock]) -> tuple[float, float] | None:
-        """First and last second in which it may have been, on the front's monotonic clock; None: not known."""
+        """Earliest and latest possible time on the front's monotonic clock, in seconds; None: not known."""
         clock = clocks.get(self.boot_id or "")
         if clock is None or self.monotonic is None:
             return None
@@ -204,7 +204,7 @@ class Moment:
 
 
 def first_moments(moments: Mapping[Key, Moment], clocks: Mapping[str, HostClock]) -> list[Key]:
-    """Those that no other one was before: one where it is known which was first, else all that may have been.
+    """Moments that may have been the first: a single one if the order is known.
 
     Args:
         clocks: of hosts, by the id of their kernel since it was booted, as far as they were measured.

@@ -1,4 +1,4 @@
-"""What a user has megasdc run: classes of the user's own, by their names in a configuration; a command for alerts.
+"""Code of the user's own that megasdc runs: classes named in a configuration, and a command for alerts.
 
 The command gets an incident as JSON on its standard input, once for each incident. It is started without a shell, has a
 time limit, and nothing that it does stops a run. Who writes an incident alerts of it; of several hosts that write the
@@ -46,8 +46,8 @@ def load_class(reference: str, base: type, place: str) -> type:
 
     Args:
         reference: ``file.py:Class``, or ``module:Class`` of a module in the working folder or where Python looks.
-        base: what it must be a subclass of.
-        place: where it is configured, for messages.
+        base: required base class.
+        place: path of the setting in the configuration, for messages.
 
     Raises:
         ConfigError: the file or module cannot be run, or has no such class.
@@ -90,18 +90,18 @@ def _load_module(source: str) -> ModuleType:
 
 LIMIT_S = 10.0
 KILLED_S = 2.0
-"""What was killed has so long to end, which it does not where it waits for a disk or is another user's."""
+"""Seconds that a killed process has to end; it does not if it waits for a disk or is another user's."""
 _SHOWN_BYTES = 500
 
 
 def alert(command: Sequence[str], incident: Path, text: str) -> str:
-    """Run the command for an incident that nobody has alerted of; returns what went wrong, empty: nothing.
+    """Run the command for an incident without an alert so far; returns a message on an error, empty: none.
 
-    Where the mark cannot be written that it was alerted of, it is run nevertheless: perhaps once on each host.
+    If the mark of the alert cannot be written, it is run nevertheless: perhaps once on each host.
 
     Args:
         command: program and arguments; empty: there are no alerts.
-        incident: its JSON file, beside which the mark lies.
+        incident: the incident's JSON file, beside which the mark lies.
         text: content of that file.
     """
     if not command:
@@ -117,7 +117,7 @@ def alert(command: Sequence[str], incident: Path, text: str) -> str:
 
 
 def _run(command: Sequence[str], text: str) -> str:
-    """What went wrong; its processes are ended at the time limit."""
+    """Run the command and return a message on an error, empty: none; its processes are ended at the time limit."""
     environment = {name: value for name, value in os.environ.items() if name != LAUNCH_ID_VARIABLE}
     try:
         with _in_memory("incident") as content, _in_memory("errors") as errors:
@@ -150,5 +150,5 @@ def _run(command: Sequence[str], text: str) -> str:
 
 
 def _in_memory(name: str) -> IO[bytes]:
-    """A file that needs no disk."""
+    """A file in memory, which needs no disk."""
     return open(os.memfd_create(name), "w+b")

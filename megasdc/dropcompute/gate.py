@@ -1,4 +1,4 @@
-"""Which micro-batches a replica starts: who decides, how its ranks agree on it, and what is recorded of it.
+"""Decisions on which micro-batches a replica starts: the deciding rank, agreement of its ranks, and the logs.
 
 A decision is made by the clock, or replayed from another run's ``decisions.jsonl``. That file has a line for each start
 of the run, ``{"start": {"step", "data", "micro_batches"}}``, and for each step ``{"step", "planned", "completed": [of
@@ -59,9 +59,9 @@ class ReplicaGate:
 
     Args:
         group: a host group of the replica's ranks.
-        decide: whether to start a micro-batch; called on the deciding rank only.
-        time_left: seconds in which it may still be started.
-        min_micro_batches: that are always started, at least 1.
+        decide: function that returns whether to start a micro-batch; called on the deciding rank only.
+        time_left: function that returns the seconds in which a micro-batch may still be started.
+        min_micro_batches: number of micro-batches that are always started, at least 1.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ReplicaGate:
         self.open = False
         """Whether every micro-batch is started without a decision; the same on all ranks of the replica."""
         self.num_sent = 0
-        """Messages that this rank has sent since the run started."""
+        """Number of messages that this rank has sent since the run started."""
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._peers = [dims.rank + tensor for tensor in range(1, dims.tensor)]
         per_stage = dims.tensor * dims.data
@@ -95,7 +95,7 @@ class ReplicaGate:
         """Decide, or receive the decision.
 
         Args:
-            micro_batch: the next one; the first is 0.
+            micro_batch: number of the next micro-batch; the first is 0.
 
         Raises:
             RuntimeError: the received decision is about another micro-batch.
@@ -143,17 +143,17 @@ class ReplicaGate:
 
 DECISIONS_FILE = "decisions.jsonl"
 REMEMBERED = 256
-"""Most recent micro-batches from which the expected duration of the next one is computed."""
+"""Number of most recent micro-batches from which the expected duration of the next one is computed."""
 
 
 class ClockDecisions:
     """Decides by the time elapsed in the step.
 
     Args:
-        device_lag: micro-batches that the host may be ahead of its device.
-        sigmas: None: a micro-batch is started if tau has not passed. Else only if it is expected to end by tau: its
-            expected duration is the mean plus so many standard deviations, from its start to the end of its backward
-            pass on the first stage (so through the whole pipeline).
+        device_lag: number of micro-batches by which the host may be ahead of its device.
+        sigmas: number of standard deviations in the expected duration of a micro-batch (mean plus so many), from its
+            start to the end of its backward pass on the first stage, so through the whole pipeline. A micro-batch is
+            started only if it is expected to end by tau; None: if tau has not passed.
     """
 
     def __init__(self, times: StepTimes, device_lag: int, sigmas: float | None) -> None:
@@ -215,8 +215,8 @@ class StepDecisions:
     """Micro-batches that one step started.
 
     Args:
-        planned: micro-batches of each replica.
-        completed: by each replica, [replica].
+        planned: number of micro-batches of each replica.
+        completed: number of micro-batches that each replica completed, [replica].
     """
 
     planned: int
@@ -224,7 +224,7 @@ class StepDecisions:
 
     @property
     def dropped(self) -> int:
-        """Micro-batches dropped, over all replicas."""
+        """Number of dropped micro-batches, over all replicas."""
         return self.planned * len(self.completed) - sum(self.completed)
 
 
@@ -233,7 +233,7 @@ class DecisionLog:
 
     Args:
         step: last step before this start.
-        micro_batches: of a replica's step, as configured.
+        micro_batches: number of micro-batches of a replica's step, as configured.
     """
 
     def __init__(self, run_dir: Path, step: int, data: int, micro_batches: int) -> None:
@@ -256,9 +256,9 @@ def read_decisions(path: Path | str, data: int, micro_batches: int | None) -> di
     """The logged decisions of a run, by step.
 
     Args:
-        path: its ``decisions.jsonl``; an incomplete last line is ignored.
-        data: number of replicas that it must have.
-        micro_batches: of a replica's step that it must have; None: any number.
+        path: the run's ``decisions.jsonl``; an incomplete last line is ignored.
+        data: number of replicas that the run must have.
+        micro_batches: number of micro-batches that a replica's step must have; None: any number.
 
     Raises:
         ConfigError: the file is missing, is no such log, or is of another layout.
@@ -298,9 +298,9 @@ def _step_of(line: dict[str, Any], data: int) -> StepDecisions:
 
 
 SLOW_SHARE = 0.9
-"""A replica is slow if it dropped micro-batches in at least this share of the steps,"""
+"""Share of the steps: a replica is slow if it dropped micro-batches in at least this share,"""
 UNLUCKY_SHARE = 0.5
-"""and the median replica in no more than this share."""
+"""Share of the steps: and if the median replica did in no more than this share."""
 
 
 @dataclass(frozen=True)
@@ -308,9 +308,10 @@ class SlowReplica:
     """A replica that is late in nearly every step while most others are not.
 
     Args:
-        late_steps: steps in which it dropped micro-batches.
-        of_steps: steps in the window.
-        median: late steps of the median replica.
+        replica: number of the replica.
+        late_steps: number of steps in which it dropped micro-batches.
+        of_steps: number of steps in the window.
+        median: number of such steps of the median replica.
     """
 
     replica: int
@@ -332,14 +333,15 @@ class RecentSteps:
 
     @property
     def dropped(self) -> int:
-        """Micro-batches dropped in these steps, over all replicas."""
+        """Number of micro-batches dropped in these steps, over all replicas."""
         return sum(step.dropped for step in self._steps)
 
     def exceeds(self, max_drop_rate: float, per_step: int) -> bool:
         """Whether more were dropped than the rate allows in a full window.
 
         Args:
-            per_step: micro-batches planned in a step, over all replicas.
+            max_drop_rate: allowed share of dropped micro-batches, in [0, 1].
+            per_step: number of micro-batches planned in a step, over all replicas.
         """
         return self.dropped > max_drop_rate * self._length * per_step
 
@@ -363,10 +365,10 @@ STEP_TIMES_FOLDER = "step_times"
 
 
 class TimeLog:
-    """Appends to the file of this rank.
+    """Appends to this rank's file of step times.
 
     Args:
-        micro_batches: of a replica's step, as configured.
+        micro_batches: number of micro-batches of a replica's step, as configured.
     """
 
     def __init__(self, run_dir: Path, dims: ParallelDims, micro_batches: int) -> None:

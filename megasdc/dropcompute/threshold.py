@@ -84,7 +84,7 @@ def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
 def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
     """E[T] of N >= 1 normal values by quadrature of eq. 3's distribution of the largest, Phi^N, without eq. 4's limit.
 
-    ``mean_s`` and ``std_s`` are of a replica's time.
+    ``mean_s`` and ``std_s``: mean and standard deviation of a replica's time.
     """
     return mean_s + std_s * exact_cut(num_replicas, _FAR)
 
@@ -199,9 +199,9 @@ def micro_batch_times(latencies_s: Seconds, forward_share: float, finish: bool) 
     """Starts and ends of micro-batches, in seconds since the step began.
 
     Args:
-        latencies_s: of forward and backward together, [replica, micro-batch, stage].
-        forward_share: of the forward in them, in [0, 1]; without effect for one stage.
-        finish: which ends are returned, see Returns.
+        latencies_s: latency of forward and backward together, [replica, micro-batch, stage].
+        forward_share: share of the forward in a latency, in [0, 1]; without effect for one stage.
+        finish: kind of the returned ends, see Returns.
 
     Returns:
         Starts on the first stage, [replica, micro-batch], which depend on no later micro-batch. Ends,
@@ -252,10 +252,11 @@ class DropRule:
     """Rule for micro-batches when the threshold tau has passed.
 
     Args:
-        finish: a started micro-batch is finished and counts; only before tau one is started. Else, as in eq. 6, the
+        finish: whether a micro-batch that was started before tau is finished and counts. Otherwise, as in eq. 6, the
             one in progress at tau is lost and the step ends at tau.
-        min_micro_batches: that every replica completes whatever the threshold, >= 1; with ``finish`` false also 0.
-        forward_share: of the forward in a latency, in [0, 1]; used with more than one stage.
+        min_micro_batches: number of micro-batches that every replica completes whatever the threshold, >= 1; with
+            ``finish`` false also 0.
+        forward_share: share of the forward in a latency, in [0, 1]; used with more than one stage.
     """
 
     finish: bool = False
@@ -274,10 +275,12 @@ class Curve:
     """Completed micro-batches and step times for each threshold.
 
     Args:
-        thresholds_s: tau, [threshold], the last one infinite.
-        completed: micro-batches completed by all replicas together, [step, threshold].
-        times_s: compute time of the step, of its slowest replica, [step, threshold].
-        micro_batches: M, planned for a replica's step.
+        thresholds_s: thresholds tau, [threshold], the last one infinite.
+        completed: number of micro-batches that all replicas together complete, [step, threshold].
+        times_s: compute time of the slowest replica, [step, threshold].
+        num_replicas: number N of replicas.
+        micro_batches: number M of micro-batches planned for a replica's step.
+        communication_s: Tc, time of a step that no threshold shortens.
     """
 
     thresholds_s: Seconds
@@ -324,9 +327,10 @@ class Threshold:
     """A chosen threshold.
 
     Args:
-        tau_s: infinite if dropping gains nothing.
-        speedup: S_eff on the latencies it was chosen from.
-        drop_rate: share of micro-batches not completed on them.
+        tau_s: the threshold; infinite if dropping gains nothing.
+        speedup: S_eff on the latencies from which it was chosen.
+        drop_rate: share of micro-batches that are not completed with it on these latencies.
+        curve: figures of all thresholds.
     """
 
     tau_s: float
@@ -348,8 +352,8 @@ def search_threshold(
         latencies_s: [replica, step, micro-batch] or [replica, step, micro-batch, stage]; finite, >= 0.
         communication_s: Tc, time of a step that no threshold shortens, >= 0.
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
-        rule: what happens at the threshold; None: eq. 6 with at least one micro-batch.
-        count: of finite thresholds, at equal distances.
+        rule: rule for micro-batches at the threshold; None: eq. 6 with at least one micro-batch.
+        count: number of finite thresholds, at equal distances.
 
     Returns:
         The same on every rank that gives the same arguments.
@@ -393,13 +397,13 @@ def search_recorded(
     forwards of later micro-batches that ran before the backward of m.
 
     Args:
-        starts_s: when the first stage started each micro-batch, [replica, step, micro-batch], seconds since the
+        starts_s: start of each micro-batch on the first stage, [replica, step, micro-batch], seconds since the
             replica's step began.
-        ends_s: when the first stage ended the backward pass of each, same shape and origin.
+        ends_s: end of the backward pass of each on the first stage, same shape and origin.
         communication_s: Tc, time of a step that no threshold shortens, >= 0.
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
-        min_micro_batches: that every replica completes whatever the threshold, >= 1.
-        count: of finite thresholds, at equal distances.
+        min_micro_batches: number of micro-batches that every replica completes whatever the threshold, >= 1.
+        count: number of finite thresholds, at equal distances.
         expected_s: duration that each replica expects of a micro-batch, [replica], seconds; None: only its start
             must be before tau.
 

@@ -22,19 +22,19 @@ from megasdc.engine.step_times import StepRecord
 from megasdc.parallel.dims import ParallelDims
 
 TOLERANCE = 0.01
-"""A larger batch completes what was planned, but for this share."""
+"""Share of the planned micro-batches that a larger batch may fail to complete."""
 AIM_RANGE = 0.1
 """Share of the planned micro-batches by which a step may aim at more or fewer of them."""
 REPAID_IN_STEPS = 10
-"""Steps in which a larger batch makes up for what steps before completed too little or too much."""
+"""Number of steps in which a larger batch makes up for too few or too many micro-batches of earlier steps."""
 
 
 def extra_steps(dropped: int, per_step: int) -> int:
-    """Additional steps after which as many micro-batches are completed as were planned, rounded up.
+    """Number of additional steps after which as many micro-batches are completed as were planned, rounded up.
 
     Args:
-        dropped: micro-batches dropped so far, over all replicas.
-        per_step: planned in one step, over all replicas.
+        dropped: number of micro-batches dropped so far, over all replicas.
+        per_step: number of micro-batches planned in one step, over all replicas.
     """
     return -(-dropped // per_step)
 
@@ -53,10 +53,10 @@ class LargerBatch:
     """Planned micro-batches of a replica's step, and the threshold with which as many as before are completed.
 
     Args:
-        micro_batches: M', planned.
-        tau_s: infinite if nothing is to be gained: M' is then M.
-        completed: by a replica in a step, mean over the recorded ones.
-        compute_s: compute time of a step, of its slowest replica, mean over the recorded ones.
+        micro_batches: number M' of planned micro-batches.
+        tau_s: the threshold; infinite if nothing is to be gained: M' is then M.
+        completed: number of micro-batches that a replica completes in a step, mean over the recorded steps.
+        compute_s: compute time of a step's slowest replica, mean over the recorded steps.
         aims: (completed micro-batches, threshold that completes them), rising, around what is planned; empty if
             nothing is dropped.
     """
@@ -85,13 +85,13 @@ def choose_larger_batch(
     what was added, so that less than M is completed.
 
     Args:
-        start_s: when the first stage started each micro-batch in steps in which nothing was dropped, [replica, step,
+        start_s: start of each micro-batch on the first stage in steps in which nothing was dropped, [replica, step,
             micro-batch], seconds since the step began.
-        end_s: when the first stage ended the backward pass of each, same shape and origin.
-        stages: of the pipeline.
+        end_s: end of the backward pass of each on the first stage, same shape and origin.
+        stages: number of stages of the pipeline.
         max_drop_rate: largest share (M' - M) / M' of the planned micro-batches.
-        min_micro_batches: that every replica starts in every step.
-        expected_s: how long before the threshold a micro-batch must be started, [replica].
+        min_micro_batches: number of micro-batches that every replica starts in every step.
+        expected_s: seconds before the threshold by which a micro-batch must be started, [replica].
         tau_s: the latest threshold. If it is finite, M' is the smallest number that completes M; M where none does.
 
     Returns:
@@ -116,13 +116,14 @@ def choose_larger_batch(
 def prolong_steps(start_s: Seconds, end_s: Seconds, micro_batches: int, stages: int) -> tuple[Seconds, Seconds]:
     """Times of steps as if they had more micro-batches.
 
-    What was not recorded is taken from the same replica's next steps: the times between the starts of micro-batches
-    while the pipeline is full. So a replica that is slow stays slow.
+    Times that were not recorded are taken from the same replica's next steps: the times between the starts of
+    micro-batches while the pipeline is full. So a replica that is slow stays slow.
 
     Args:
-        start_s: [replica, step, micro-batch], seconds since the step began.
-        end_s: likewise.
-        micro_batches: of a step of the result, at least as many as recorded.
+        start_s: starts, [replica, step, micro-batch], seconds since the step began.
+        end_s: ends, same shape and origin.
+        micro_batches: number of micro-batches of a step of the result, at least as many as recorded.
+        stages: number of stages of the pipeline.
     """
     recorded = start_s.shape[2]
     more = micro_batches - recorded
@@ -164,13 +165,14 @@ def _with_as_many(start_s: Seconds, end_s: Seconds, wanted: int, min_micro_batch
 
 @dataclass
 class WorkBalance:
-    """Keeps the completed work at the planned one: what steps completed too little or too much, later steps repay.
+    """Keeps the completed work equal to the planned work: later steps make up for too few or too many micro-batches.
 
     Args:
-        wanted: micro-batches that a replica is to complete in a step, on average.
-        replicas: of the run.
-        aims: of the chosen ``LargerBatch``; empty: it is not chosen yet, or drops nothing.
-        owed: micro-batches that all replicas together have completed too few, negative: too many.
+        wanted: number of micro-batches that a replica is to complete in a step, on average.
+        replicas: number of replicas.
+        aims: ``aims`` of the chosen ``LargerBatch``; empty: it is not chosen yet, or drops nothing.
+        owed: number of micro-batches that all replicas together still have to make up for; negative: too many were
+            completed.
     """
 
     wanted: int
@@ -200,12 +202,12 @@ Seconds = NDArray[np.float64]
 
 
 def measured_communication_s(compute_s: Seconds, step_s: Seconds) -> float:
-    """Tc: what a step takes beyond the compute time of its slowest replica, mean over the steps, at least 0.
+    """Tc: time of a step beyond the compute time of its slowest replica, mean over the steps, at least 0.
 
     Args:
-        compute_s: when each replica's micro-batches had ended on its first stage (whose last backward pass is the
-            replica's last), [replica, step].
-        step_s: when its optimizer was done, [replica, step].
+        compute_s: end of each replica's micro-batches on its first stage (whose last backward pass is the replica's
+            last), [replica, step].
+        step_s: end of its optimizer's step, [replica, step].
     """
     rest = step_s.mean(axis=0) - compute_s.max(axis=0)
     return max(0.0, math.fsum(rest) / len(rest))
@@ -215,8 +217,8 @@ def expected_times_s(start_s: Seconds, end_s: Seconds, sigmas: float | None) -> 
     """Duration that each replica expects of its next micro-batch, [replica]; 0 where ``sigmas`` is None.
 
     Args:
-        start_s: [replica, step, micro-batch], seconds.
-        end_s: likewise.
+        start_s: starts, [replica, step, micro-batch], seconds.
+        end_s: ends, same shape.
         sigmas: see ``ClockDecisions``.
     """
     if sigmas is None:
@@ -229,11 +231,11 @@ class RecordedSteps:
     """Times of steps in which nothing was dropped, of the first stage of every replica, in seconds.
 
     Args:
-        start_s: [replica, step, micro-batch].
-        end_s: likewise.
-        compute_s: when a replica's micro-batches had ended, [replica, step].
-        step_s: when its optimizer was done, [replica, step].
-        stages: of the pipeline.
+        start_s: start of each micro-batch, [replica, step, micro-batch].
+        end_s: end of its backward pass, [replica, step, micro-batch].
+        compute_s: end of a replica's micro-batches, [replica, step].
+        step_s: end of its optimizer's step, [replica, step].
+        stages: number of stages of the pipeline.
     """
 
     start_s: Seconds
@@ -255,7 +257,8 @@ class RecordedSteps:
         """Share of the micro-batches that a threshold would have dropped.
 
         Args:
-            min_micro_batches: that are always started.
+            tau_s: the threshold.
+            min_micro_batches: number of micro-batches that are always started.
             sigmas: see ``ClockDecisions``.
         """
         latest_s = (tau_s - self.expected_s(sigmas))[:, None, None]
@@ -267,12 +270,12 @@ class Tuning:
     """The chosen threshold and its figures.
 
     Args:
-        tau_s: infinite: dropping gains nothing.
-        drop_rate: share dropped at tau in the steps it was chosen from.
-        speedup: S_eff there; None where the threshold was given.
-        communication_s: Tc that was measured.
-        curve: None where the threshold was given, and for a larger batch.
-        micro_batches: to plan in a step of a replica.
+        tau_s: the threshold; infinite: dropping gains nothing.
+        drop_rate: share of micro-batches that tau drops in the steps from which it was chosen.
+        speedup: S_eff in these steps; None where the threshold was given.
+        communication_s: measured Tc.
+        curve: figures of all thresholds; None where the threshold was given, and for a larger batch.
+        micro_batches: number of micro-batches to plan in a step of a replica.
         aims: see ``LargerBatch``.
     """
 
@@ -286,7 +289,7 @@ class Tuning:
 
     @property
     def completed(self) -> float:
-        """Micro-batches that a replica completes in a step, mean over the steps it was chosen from."""
+        """Number of micro-batches that a replica completes in a step, mean over the steps it was chosen from."""
         return self.micro_batches * (1 - self.drop_rate)
 
 
@@ -331,8 +334,10 @@ def tune(
     """The threshold of the largest effective speed-up; the same on every rank that gives the same times.
 
     Args:
+        steps: times of the steps from which it is chosen.
         tau_s: a given threshold; None: it is searched for.
-        min_micro_batches: that every replica starts.
+        max_drop_rate: largest share of micro-batches that may be dropped.
+        min_micro_batches: number of micro-batches that every replica starts.
         sigmas: see ``ClockDecisions``.
     """
     communication_s, planned = steps.communication_s, steps.start_s.shape[2]

@@ -21,13 +21,13 @@ CONFIG_FILE = "resolved.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Args:
         to: kind of the sink.
         out: folder that was written.
-        lines: of ``metrics.jsonl``.
-        values: in these lines.
+        lines: number of lines of ``metrics.jsonl`` that were read.
+        values: number of values in these lines.
     """
 
     to: str
@@ -40,9 +40,9 @@ def export_metrics(run_dir: Path, to: str, out: Path, on_progress: OnProgress) -
     """Rebuild a sink from a run's metrics; the run may be training.
 
     Args:
-        to: one of ``KINDS``.
+        to: kind of the sink, one of ``KINDS``.
         out: folder to write; absent or empty.
-        on_progress: called after each line.
+        on_progress: function called after each line.
 
     Raises:
         DataError: the run has no metrics.

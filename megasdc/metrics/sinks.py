@@ -1,4 +1,4 @@
-"""Sinks: where metrics are shown beside ``metrics.jsonl``, and what becomes of one that fails.
+"""Sinks: programs and files that show metrics beside ``metrics.jsonl``; one that fails is reported and closed.
 
 CSV: a file a metric, named and laid out as DeepSpeed's ``csv_monitor`` does. Differences: one head line a file, not
 one a start; rows after the step from which a run goes on are dropped; ``nan`` stands for what ``metrics.jsonl`` has as
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 Values = Mapping[str, float | int | None]
 """Metrics of one line by name, as ``metrics.jsonl`` holds them: None for NaN and Inf."""
 OnFailure = Callable[[str, str], None]
-"""Called with the name of a sink that failed, and why."""
+"""Function called with the name of a sink that failed, and the reason."""
 
 
 class Sink(ABC):
@@ -61,12 +61,12 @@ class Sink(ABC):
         Args:
             step: optimizer step, the first is 1; it never falls.
             at: seconds since the epoch.
-            values: by name.
+            values: values by name.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left; nothing is written afterwards."""
+        """Write buffered values and close; nothing is written afterwards."""
 
 
 def number_of_value(value: float | int | None) -> float | int:
@@ -92,7 +92,7 @@ def describe(error: Exception) -> str:
 
 
 def csv_path(folder: Path, name: str) -> Path:
-    """File of a metric."""
+    """Path of a metric's CSV file."""
     return folder / f"{name.replace('/', '_')}.csv"
 
 
@@ -100,8 +100,8 @@ class CsvSink(Sink):
     """Appends ``step,value`` to a file for each metric.
 
     Args:
-        folder: of the files; created if absent.
-        step: from which the run goes on.
+        folder: folder of the files; created if absent.
+        step: last step before this start; later rows are dropped.
     """
 
     name = "csv_monitor"
@@ -142,7 +142,7 @@ def _cut_back(path: Path, step: int) -> None:
 
 
 def _step_of(row: bytes) -> float:
-    """Step of a row; infinite for what is none, such as a second head line of DeepSpeed's."""
+    """Step of a row; infinite for a line that is no row, such as a second head line of DeepSpeed's."""
     first = row.split(b",", 1)[0]
     return int(first) if first.isdigit() else float("inf")
 
@@ -151,8 +151,8 @@ class TensorBoardSink(Sink):
     """Writes scalars, in single precision, to event files.
 
     Args:
-        folder: of the event files; created if absent.
-        step: from which the run goes on; readers drop what earlier files hold of later steps.
+        folder: folder of the event files; created if absent.
+        step: last step before this start; readers drop later steps in earlier files.
     """
 
     name = "tensorboard"
@@ -228,7 +228,7 @@ class PrometheusSink(Sink):
         return generate_latest(self._registry)
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -240,7 +240,7 @@ class DeepSpeedMonitorSink(Sink):
     """Hands metrics to the monitor of DeepSpeed's engine.
 
     Args:
-        monitor: DeepSpeed's, enabled.
+        monitor: the enabled monitor of the engine.
     """
 
     name = "comet"
@@ -253,7 +253,7 @@ class DeepSpeedMonitorSink(Sink):
         self._monitor.write_events([(name, number_of_value(value), step) for name, value in values.items()])
 
     def close(self) -> None:
-        """DeepSpeed's monitor has no end."""
+        """Do nothing: DeepSpeed's monitor cannot be closed."""
 
 
 PATTERNS = ("reports/incident_*.json", "health/incidents/*.json")
@@ -266,8 +266,8 @@ class IncidentFile:
 
     Args:
         title: kind of the incident.
-        text: what happened, in a sentence.
-        files: its JSON file and its page, as far as they are there and can be read.
+        text: sentence on what happened.
+        files: the incident's JSON file and page, as far as they exist and can be read.
     """
 
     title: str
@@ -304,10 +304,10 @@ def _describe(content: dict[str, Any]) -> tuple[str, str]:
 
 
 TOLD_FILE = "told_incidents.json"
-"""Incidents that W&B was told of, in the folder ``wandb`` of the run folder."""
+"""Name of the file with the incidents reported to W&B, in the folder ``wandb`` of the run folder."""
 GIT_LIMIT_S = 10.0
 FINISH_S = 120.0
-"""Seconds that W&B may take at the end to send what is left; it repeats for hours where its server does not answer."""
+"""Seconds that W&B may take at the end to send the rest; it retries for hours if its server does not answer."""
 FORGET_S = 5.0
 """Seconds that it may take to forget its process once that was ended."""
 SERVICE = "wandb-core"
@@ -321,14 +321,14 @@ class WandbRun:
     """A run of W&B.
 
     Args:
-        folder: in which its folder ``wandb`` lies.
+        folder: parent of its folder ``wandb``.
         run: id of our run, the default of its group.
-        name: what the id and the name of this one add to that, such as the number of the start.
-        project: of W&B.
+        name: suffix that is added to the run's id, such as the number of the start.
+        project: project of W&B.
         team: entity of W&B; None: that of the login.
-        group: None: the run's id.
+        group: group of W&B; None: the run's id.
         config: resolved configuration, without secrets.
-        tags: shown beside its name.
+        tags: tags shown beside its name.
         mode: ``offline``; None: as ``WANDB_MODE`` says, else online.
     """
 
@@ -344,14 +344,14 @@ class WandbRun:
 
 
 class WandbSink(Sink):
-    """Logs each line under its step and time, and tells of incidents in the run folder.
+    """Logs each line under its step and time, and reports incidents in the run folder.
 
     Args:
         where: the run of W&B.
-        incidents: run folder whose incidents are told of; None: none are.
+        incidents: run folder whose incidents are reported; None: none are.
 
     Raises:
-        Exception: of W&B, where it cannot start.
+        Exception: W&B's own, if it cannot start.
     """
 
     name = "wandb"
@@ -384,10 +384,10 @@ class WandbSink(Sink):
         self._tell_incidents()
 
     def close(self) -> None:
-        """Tell of new incidents, and wait until W&B has all.
+        """Report new incidents, and wait until W&B has sent everything.
 
         Raises:
-            TimeoutError: it does not take it in time.
+            TimeoutError: W&B does not finish in time.
         """
         self._tell_incidents()
         folder = Path(self._run.dir).parent
@@ -398,7 +398,7 @@ class WandbSink(Sink):
             raise TimeoutError(f"W&B has not taken all within {FINISH_S:g} s; `wandb sync {folder}` sends the rest")
 
     def _tell_incidents(self) -> None:
-        """Alert of each incident that W&B was not told of, by this start or an earlier one, and keep its files."""
+        """Alert W&B of each incident that neither this start nor an earlier one has reported, and log its files."""
         found = [] if self._incidents is None else list_incidents(self._incidents)
         if not found:
             return
@@ -430,7 +430,7 @@ class WandbSink(Sink):
 
 
 def _within(limit_s: float, action: Callable[[], None]) -> bool:
-    """Do something that may never end, in a thread; returns whether it has ended in time. Raises what it raises."""
+    """Call a function that may never end, in a thread; returns whether it ended in time, and raises its error."""
     problems: list[Exception] = []
 
     def act() -> None:

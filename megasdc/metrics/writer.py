@@ -1,8 +1,8 @@
 """Numbers of a run in its folder: ``metrics.jsonl``, with the sinks that show it, and ``details.jsonl``.
 
-The details say what each step was made of: losses of samples; gradients, updates and moments of parameters. A line a
-step, from rank 0. Their numbers keep every bit; NaN and infinities are written as ``NaN`` and ``Infinity``, which
-Python's own reader takes.
+The details of a step are losses of samples, and gradients, updates and moments of parameters; one line a step, from
+rank 0. Their numbers keep every bit; NaN and infinities are written as ``NaN`` and ``Infinity``, which Python's own
+reader accepts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megasdc.metrics.sinks import OnFailure, Sink, describe
 
 METRICS_FILE = "metrics.jsonl"
 PLACE = ("step", "time", "monotonic", "attempt")
-"""What a line holds besides its metrics."""
+"""Keys of a line besides its metrics."""
 _NEVER: dict[str, Any] = {"step": math.inf}
 
 logger = logging.getLogger(__name__)
@@ -37,9 +37,9 @@ class MetricsWriter:
     sink gets the line as the file has it; one that fails is reported and gets no more.
 
     Args:
-        sinks: that show the metrics; the writer closes them.
-        on_failure: called with the name of a sink that failed, and why.
-        attempt: number of this start of the run; None: they are not counted.
+        sinks: sinks that show the metrics; the writer closes them.
+        on_failure: function called with the name of a sink that failed, and the reason.
+        attempt: number of this start of the run; None: starts are not counted.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MetricsWriter:
 
         Args:
             step: optimizer step, first is 1.
-            values: by name; every name is declared in ``METRICS``. NaN and Inf, which JSON lacks, become null.
+            values: values by name; every name is declared in ``METRICS``. NaN and Inf, which JSON lacks, become null.
 
         Raises:
             ValueError: a name is not declared.
@@ -182,11 +182,11 @@ class ParameterDetails:
     """One parameter in a step, whole, over all ranks that own parts of it; norms are 2-norms.
 
     Args:
-        gradient_norm: before bounds and clip.
-        largest_gradient: largest magnitude of an element.
-        non_finite: NaN and Inf in the gradient.
-        weight_norm: of the fp32 weights before the update.
-        update_norm: of their change.
+        gradient_norm: norm of the gradient before bounds and clip.
+        largest_gradient: largest magnitude of an element of the gradient.
+        non_finite: number of NaN and Inf in the gradient.
+        weight_norm: norm of the fp32 weights before the update.
+        update_norm: norm of their change.
         moment_norm: square root of the sum of Adam's second moments before the update; 0: there are none.
     """
 
@@ -200,7 +200,7 @@ class ParameterDetails:
 
 @dataclass(frozen=True)
 class StepDetails:
-    """What one step was made of; ``loss`` and ``grad_norm``: of the whole step, bit by bit; ``parameters``: by name."""
+    """Details of one step; ``loss`` and ``grad_norm``: those of the whole step, bit by bit; ``parameters``: by name."""
 
     step: int
     loss: float
@@ -210,13 +210,13 @@ class StepDetails:
 
 
 class DetailsWriter:
-    """Appends to the file of a run; used by rank 0 alone."""
+    """Appends to a run's ``details.jsonl``; used by rank 0 alone."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = LineFile(run_dir / DETAILS_FILE)
 
     def write(self, details: StepDetails) -> None:
-        """Write one step."""
+        """Write the details of one step."""
         self._file.write(json.dumps(asdict(details)) + "\n")
 
     def close(self) -> None:
