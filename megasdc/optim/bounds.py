@@ -63,8 +63,8 @@ class BoundRule:
 
     Args:
         absolute: the first absolute bound that matches; None: none does.
-        spike: the first spike-aware one.
-        policy: for NaN and Inf, of the first bound that matches.
+        spike: the first spike-aware bound that matches; None: none does.
+        policy: policy for NaN and Inf, of the first bound that matches.
     """
 
     absolute: HookSpec | None = None
@@ -141,18 +141,18 @@ class ClipFactors:
         self.weight = self.beta * self.weight + (1 - self.beta)
 
     def clear(self) -> None:
-        """The moment was set to 0."""
+        """Forget all factors, since the moment was set to 0."""
         self.squares = self.weight = 0.0
 
     @property
     def unclipping(self) -> float:
-        """What V is multiplied by to be one of unclipped gradients; 1 without clip, and before the first step."""
+        """Factor that turns V into one of unclipped gradients; 1 without clip, and before the first step."""
         return self.weight / self.squares if self.squares > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class MomentumReset:
-    """When moments are reset, and the factor of the learning rate; a function of the step only.
+    """Schedule of resets of the moments, with the factor of the learning rate; a function of the step only.
 
     Args:
         interval: steps n; resets are before step n + 1, 2 n + 1, and so on.
@@ -175,7 +175,7 @@ class MomentumReset:
         return self.restart_bias_correction and (before - 1) // self.interval != (step - 1) // self.interval
 
     def steps_since(self, step: int) -> int:
-        """Steps before this one since the start or the last reset, skipped ones included."""
+        """Number of steps before this one since the start or the last reset, skipped ones included."""
         return (step - 1) % self.interval
 
     def rate_factor(self, step: int) -> float:
@@ -250,8 +250,8 @@ class Seen:
 
     Args:
         squares: sum over the elements that this rank counts, after bounding, 0-d, fp64.
-        copies: of the parameters that every tensor rank holds, all its shards: squares, and the digest of their bits,
-            [3], fp64; zeros where there is one tensor rank.
+        copies: sum of squares, and digest of the bits, of the shards of parameters that every tensor rank holds, [3],
+            fp64; zeros where there is one tensor rank.
         skip: number of NaN and Inf elements whose policy skips the step, 0-d, fp64.
         halt: number of those whose policy ends the run, 0-d, fp64.
     """
@@ -410,7 +410,7 @@ class ShardBounds:
         self._end(AFTER_NORM, sums, looked_at)
 
     def first_non_finite(self) -> tuple[str, str, int, int] | None:
-        """Of this step: (place, parameter, NaN, Inf) of the first parameter that had any; None: all were finite.
+        """First parameter with NaN or Inf in this step: (place, name, number of NaN, of Inf); None: all were finite.
 
         Sync: waits for the device.
         """
@@ -480,7 +480,7 @@ def add_counts(table: Tensor, more: Tensor) -> None:
 
 
 Totals = dict[str, dict[str, list[float]]]
-"""By place (``PLACES``) and full name of the parameter: one number for each of ``COLUMNS``."""
+"""Counts by place (``PLACES``) and full name of the parameter: one number for each of ``COLUMNS``."""
 
 
 def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host_group: Any) -> Totals:

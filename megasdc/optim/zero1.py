@@ -286,7 +286,7 @@ def differ(copies: Sequence[Sequence[float]]) -> bool:
 
 
 BLOCK = 1 << 20
-"""Most elements of a block: large enough that a digest costs what reading costs."""
+"""Largest number of elements of a block: so large that a digest takes the time of reading."""
 MASTER = "master"
 
 
@@ -295,9 +295,9 @@ class StateBlock:
     """Consecutive elements of this rank's flat partition of one group.
 
     Args:
-        group: of the optimizer.
-        start: first element in the partition.
-        numel: elements, at least 1.
+        group: number of the optimizer's group.
+        start: place of the first element in the partition.
+        numel: number of elements, at least 1.
     """
 
     group: int
@@ -305,12 +305,12 @@ class StateBlock:
     numel: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """Its elements of a tensor of the partition's shape, [numel], a view."""
+        """View of the block's elements in a tensor of the partition's shape, [numel]."""
         return flat.detach().narrow(0, self.start, self.numel)
 
 
 Digests = Mapping[tuple[StateBlock, str], int]
-"""By block and state: ``MASTER``, or the optimizer's name, such as ``exp_avg``."""
+"""Digests by block and state: ``MASTER``, or the optimizer's name of a state, such as ``exp_avg``."""
 
 
 def blocks_of(optimizer: Any, most: int = BLOCK) -> list[StateBlock]:
@@ -318,7 +318,7 @@ def blocks_of(optimizer: Any, most: int = BLOCK) -> list[StateBlock]:
 
     Args:
         optimizer: DeepSpeed's ZeRO-1 optimizer.
-        most: elements of a block.
+        most: largest number of elements of a block.
     """
     return [
         StateBlock(group, start, min(most, flat.numel() - start))
@@ -372,9 +372,9 @@ class Used:
     """Numbers with which a rank stepped, as tensors that may not be computed yet.
 
     Args:
-        parts: its parts of the squared norm before they were summed over ranks: one for each group, or one of its whole
-            copy with ``BF16_Optimizer``; 0-d; empty where they are not known.
-        factors: what each group's shard, or all, was multiplied by, 0-d; empty where nothing was clipped.
+        parts: the rank's parts of the squared norm before they were summed over ranks: one for each group, or one of
+            its whole copy with ``BF16_Optimizer``; 0-d; empty where they are not known.
+        factors: factors by which each group's shard, or all, was multiplied, 0-d; empty where nothing was clipped.
         skip: whether all ranks were told to skip the step.
     """
 
@@ -423,7 +423,7 @@ class StepControl:
             optimizer.has_overflow = self._has_overflow
 
     def listen(self, listener: NormListener | None) -> None:
-        """Pass the numbers of every step's norm to a listener; None: to nobody.
+        """Pass the numbers of every step's norm to a listener; None: to none.
 
         The norm is then computed here as DeepSpeed 0.19.8 computes it, with the same bits.
         """
@@ -431,17 +431,17 @@ class StepControl:
         self._follow()
 
     def hear(self, slot: str, numbers: Tensor) -> Tensor:
-        """What a check has computed beside the norm, or what the listener has used instead; it is not recorded."""
+        """Numbers that a check has computed beside the norm, or the listener's in their place; not recorded."""
         answer = None if self._listener is None or not numbers.numel() else self._listener(slot, numbers.detach())
         return numbers if answer is None else answer
 
     def record(self, *, on: bool = True) -> None:
-        """From now on keep the numbers of each step's norm for ``take``, or no more; no bit of a step changes."""
+        """Begin or stop to keep the numbers of each step's norm for ``take``; no bit of a step changes."""
         self._used = Used() if on else None
         self._follow()
 
     def take(self) -> Used:
-        """What this rank has used since the last call; empty where it skipped the step, or does not record."""
+        """Numbers that this rank has used since the last call; empty where it skipped the step, or does not record."""
         found = self._used or Used()
         found.skip = self._skip
         if self._used is not None:
@@ -449,7 +449,7 @@ class StepControl:
         return found
 
     def _follow(self) -> None:
-        """Clip here where somebody asks for the factor, else as DeepSpeed does."""
+        """Replace DeepSpeed's clipping by our own where a listener or a record needs the factor, else restore it."""
         if is_bf16_optimizer(self._optimizer):
             return
         vars(self._optimizer).pop("unscale_and_clip_grads", None)
@@ -457,7 +457,7 @@ class StepControl:
             self._optimizer.unscale_and_clip_grads = self._clip_shard
 
     def close(self) -> None:
-        """Give the optimizer back what it does by itself."""
+        """Give the optimizer back its own methods."""
         self._used = None
         self.listen(None)
         replaced = ("step",) if is_bf16_optimizer(self._optimizer) else ("scaled_global_norm", "has_overflow")
@@ -491,7 +491,7 @@ class StepControl:
 
         Args:
             gradient: [n], as it is stored after the reduction; is not changed.
-            norm: 0-d, that of the step: ``used_norm``, of this rank or another.
+            norm: norm of the step, 0-d: ``used_norm`` of this rank or another.
 
         Returns:
             [n], fp32.
@@ -512,8 +512,8 @@ class StepControl:
         """The norm by its parts where a listener needs them, or where they are recorded and it has DeepSpeed's bits.
 
         Args:
-            parts: takes the norm here.
-            whole: takes it in DeepSpeed, as another version may do otherwise; infinite or -1 where it is not finite.
+            parts: computes the norm here.
+            whole: computes it in DeepSpeed, whose versions may differ; infinite or -1 where it is not finite.
         """
         hears = self._listener is not None
         if self._used is None or getattr(self._optimizer, "cpu_offload", False) or self._has_parts is False:
@@ -529,7 +529,7 @@ class StepControl:
         return own
 
     def _heard(self, slot: str, number: Tensor) -> Tensor:
-        """The number, or what the listener has used instead; it is recorded."""
+        """The number, or the one that the listener returns instead; it is recorded."""
         answer = None if self._listener is None else self._listener(slot, number.detach().reshape(1))
         number = number if answer is None else answer.reshape(number.shape)
         if self._used is not None and slot != "total":
@@ -597,7 +597,7 @@ class StepControl:
         optimizer.clear_hp_grads()
 
     def _factor(self, norm: Tensor) -> Tensor:
-        """What ``BF16_Optimizer`` multiplies gradients by, where it clips."""
+        """Factor by which ``BF16_Optimizer`` multiplies gradients, where it clips."""
         return torch.clamp(self._optimizer.clip_grad / (norm + 1e-6), max=1.0)
 
     def _agreed_norm(self) -> Tensor:

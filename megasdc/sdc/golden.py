@@ -52,7 +52,7 @@ def write_sealed(path: Path, header: Mapping[str, Any], members: Mapping[str, by
     Args:
         path: replaced if it exists; of a link the target is replaced; a device or pipe is written to.
         header: plain values, among them ``format`` and the checksum ``algorithm`` of the traces.
-        members: by name.
+        members: contents by name.
 
     Raises:
         OSError: it cannot be written.
@@ -179,8 +179,8 @@ class Golden:
     Args:
         key: properties, by name, that must be equal for results to be comparable.
         layout: sizes of the parallel dimensions; every rank has a trace in each case.
-        repeats: how often the workload was repeated, with equal results, when it was recorded.
-        recorded: when and where, for people.
+        repeats: number of times that the workload was repeated, with equal results, when it was recorded.
+        recorded: time and place of the recording, for people.
         traces: by (case, rank).
     """
 
@@ -351,10 +351,10 @@ class GoldenVerdict:
     Args:
         status: one of the module's verdicts.
         wrong_runs: runs in which this rank was the first to differ; of an inconclusive one, runs that leave it open.
-        addresses: results that differed in the first of them.
-        first: the first of these.
-        detail: for people: which part of the key differs, how the process ended.
-        compared: results that were compared, over all runs.
+        addresses: addresses of the results that differed in the first of these runs.
+        first: the first of these addresses.
+        detail: text for people: which part of the key differs, how the process ended.
+        compared: number of results that were compared, over all runs.
     """
 
     status: str
@@ -427,7 +427,7 @@ def _of_all_runs(runs: list[GoldenComparison], given: list[tuple[str, str, Golde
 def _judge_run(
     of_run: Mapping[int, GoldenComparison], layout: ParallelDims, gaps: Sequence[str]
 ) -> dict[int, tuple[str, str]]:
-    """Status and reason by rank, of the ranks that differ or are suspect in one run."""
+    """Status and reason, by rank, of the ranks that differ or are suspect in one run."""
     differing = {rank: finding for rank, finding in of_run.items() if finding.key}
     if not differing:
         return {}
@@ -541,7 +541,7 @@ class GoldenAnswer:
 
     @property
     def compared(self) -> int:
-        """Results that were compared, over all ranks and runs."""
+        """Number of results that were compared, over all ranks and runs."""
         return sum(one.finding.compared for of_rank in self.runs for one in of_rank)
 
     def ranks(self, *statuses: str) -> list[int]:
@@ -550,13 +550,13 @@ class GoldenAnswer:
 
     @property
     def verified(self) -> dict[int, bool]:
-        """By rank, whether it reproduces the trace; absent: it received wrong values, or cannot be judged."""
+        """Whether a rank reproduces the trace, by rank; absent: it received wrong values, or cannot be judged."""
         healthy = [rank for rank in range(len(self.runs)) if all(one[rank].status == HEALTHY for one in self.judged)]
         return dict.fromkeys(healthy, True) | dict.fromkeys(self.ranks(DIVERGENT), False)
 
     @property
     def counts(self) -> Counts:
-        """Results that differ, over all runs, by phase, submodule and rank."""
+        """Number of results that differ, over all runs, by phase, submodule and rank."""
         counts: Counts = {}
         for rank, of_rank in enumerate(self.runs):
             for (phase, fqn), count in sum((Counter(one.differing) for one in of_rank), Counter()).items():

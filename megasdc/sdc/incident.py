@@ -42,9 +42,9 @@ class Outside:
 
     Args:
         element: row and column in the result.
-        exact: its value in fp64.
+        exact: value of the element in fp64.
         bound: largest difference that rounding explains.
-        values: of each rank, as text: it may be NaN or Inf.
+        values: value of each rank, as text, since it may be NaN or Inf.
     """
 
     element: tuple[int, int]
@@ -55,16 +55,16 @@ class Outside:
 
 @dataclass(frozen=True)
 class Opinion:
-    """What the referee found at one result; the same on all ranks.
+    """Opinion of the referee on one result; the same on all ranks.
 
     Args:
-        address: of the result.
-        within: by rank, whether it is what rounding allows; empty: undecided.
-        reason: why nothing was decided; empty: something was.
-        elements: that were computed.
-        worst: None: none is outside.
-        basis: of rulings that follow from it.
-        alone: ranks that have computed it from what all of these had alike, without another rank.
+        address: address of the result.
+        within: whether rounding allows the result of a rank, by rank; empty: undecided.
+        reason: reason why nothing was decided; empty: something was.
+        elements: number of elements that were computed.
+        worst: the element farthest outside of its bound; None: none is outside.
+        basis: basis of rulings that follow from the opinion.
+        alone: ranks that have computed the result from inputs that all of these had alike, without another rank.
     """
 
     address: Address
@@ -112,12 +112,12 @@ class FlaggedRank(RankPlace):
     """A rank named as wrong.
 
     Args:
-        verdict: of this rank; inconclusive: it is certainly wrong, but its repeats do not show how often.
+        verdict: verdict on this rank; inconclusive: it is certainly wrong, but its repeats do not show how often.
         first: its first wrong result.
         expected: correct checksum of that result, 16 hexadecimal digits; None: not known.
         got: its actual checksum; None: not known.
-        repeats: how often the rank recomputed the micro-batch.
-        wrong_repeats: in how many of them it was wrong.
+        repeats: number of times that the rank recomputed the micro-batch.
+        wrong_repeats: number of these in which it was wrong.
         rate_bound: upper bound of its rate of wrong micro-batches with 95 % confidence, in (0, 1]; None where it was
             wrong again.
     """
@@ -149,7 +149,7 @@ class IncidentEvidence:
     """Compared and differing results.
 
     Args:
-        compared: results, over all ranks.
+        compared: number of compared results, over all ranks.
         differing: number of results that differ, by phase, submodule and rank; phases and submodules in the order in
             which they were computed.
     """
@@ -197,13 +197,13 @@ class Incident:
     """One case of silent data corruption.
 
     Args:
-        time: of detection, ISO 8601, UTC.
+        time: time of detection, ISO 8601, UTC.
         step: optimizer step, first is 1.
         micro_batch: micro-batch in the step, first is 0; None where it belongs to none; ``addresses.OF_AUDIT``: an
             audit's own.
         tier: the check that detected it.
-        verdict: of the incident; of several flagged ranks the worst.
-        basis: how the correct value is known.
+        verdict: verdict of the incident, the worst of several flagged ranks'.
+        basis: evidence by which the correct value is known.
         done: what was done; isolated: the others went on without the replicas of the flagged ranks; repaired: the step
             was rerun, ranks agreed, and the result was used; committed: nothing.
         flagged: ranks named as wrong.
@@ -215,7 +215,7 @@ class Incident:
         newest_candidate: folder of the newest checkpoint that is not verified; None: there is none.
         not_read: files of the run that could not be read for this report, a sentence each.
         injected: fields of the configuration by which faults are injected on purpose; empty: none are.
-        script: that was guarded; None: the run is megasdc's own.
+        script: the guarded script; None: the run is megasdc's own.
         launch: id of the launch; None: without ``megasdc launch``, or of an earlier version.
         attempt: number of the start of the run; None: not counted, or of an earlier version.
 
@@ -298,12 +298,12 @@ class Incident:
 
     @property
     def place(self) -> tuple[int, int, float]:
-        """Where it stands among the incidents of a run: by start and step, and only then by time."""
+        """Sort key among the incidents of a run: by start and step, and only then by time."""
         return self.attempt or 0, self.step, self.found_at
 
     @property
     def ends_start(self) -> bool:
-        """Whether the start that has found it ends with it."""
+        """Whether the start that has found the incident ends with it."""
         return self.done in ("halted", "isolated")
 
     @property
@@ -328,7 +328,7 @@ class Incident:
 
 
 def how_often(verdict: str, wrong: int, repeats: int) -> str:
-    """In how many of its repeats a rank was wrong, and what makes that its verdict, as text; empty without repeats.
+    """Text on the number of a rank's repeats that were wrong, and why that is its verdict; empty without repeats.
 
     An intermittent rank that was wrong in all of them gave different values; one that was wrong in none was wrong in an
     earlier step or in the golden workload, or it contradicted itself otherwise.

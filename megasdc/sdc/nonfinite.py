@@ -1,4 +1,4 @@
-"""The first NaN or Inf of a step over all ranks: its detection, what is known of it, and whether it came again.
+"""The first NaN or Inf of a step over all ranks: its detection, its facts, and whether it was reproduced.
 
 Detection takes two numbers a result, on a device kept there and read all at once. Nothing is repaired here: a
 non-finite value may mean a diverged model.
@@ -27,7 +27,7 @@ class NonFinite:
     """A result with elements that are not finite.
 
     Args:
-        place: how many results its rank recorded before it.
+        place: number of results that its rank recorded before it.
         kind: ``NAN`` or ``INF`` of ``megasdc.tensors.bits``.
     """
 
@@ -42,7 +42,7 @@ class FiniteRecorder:
     def __init__(self) -> None:
         self._seen = 0
         self._addresses: list[tuple[int, Address]] = []
-        """Of results that may not be finite, with the number of those before."""
+        """Addresses of results that may not be finite, each with the number of results before it."""
         self._values: list[Tensor] = []
 
     def __call__(self, address: Address, result: Tensor) -> None:
@@ -119,10 +119,10 @@ class NonFiniteOrigin:
 def origin_here(
     found: NonFinite, inputs_finite: bool | None, parameters: Sequence[Tensor], *, inputs_read: bool
 ) -> NonFiniteOrigin:
-    """What is known of a result of this rank.
+    """Facts on a non-finite result of this rank.
 
     Args:
-        parameters: of its submodule.
+        parameters: parameters of the result's submodule.
 
     Sync: waits for the device.
     """
@@ -130,20 +130,20 @@ def origin_here(
 
 
 class InputKinds:
-    """Keeps of each submodule's inputs whether they are finite: two numbers a tensor, none of the tensors."""
+    """Keeps whether each submodule's inputs are finite: two numbers a tensor, but no tensor."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], list[list[Tensor]]] = {}
         self._fqns: set[str] = set()
 
     def look_at(self, submodules: Iterable[Named]) -> AbstractContextManager[Any]:
-        """A context in which they are looked at."""
+        """Context in which the inputs of submodules are looked at."""
         watched = [one for one in submodules if one.module is not None]
         self._fqns = {one.fqn for one in watched}
         return InputProbe(watched, self._show)
 
     def clear(self) -> None:
-        """Another micro-batch begins."""
+        """Forget the inputs of the last micro-batch."""
         self._seen.clear()
 
     def finite(self, address: Address, time: int = 0) -> bool | None:
@@ -152,7 +152,7 @@ class InputKinds:
         The inputs of what is no module, such as activation and loss, are the result before theirs, which was finite.
 
         Args:
-            time: of its calls in a micro-batch.
+            time: number of the submodule's call in the micro-batch, from 0.
         """
         if address.fqn not in self._fqns:
             return True
@@ -171,8 +171,8 @@ class Explanation:
     """Rank and place at which values became NaN or Inf.
 
     Args:
-        rank: None: no such result was found.
-        reproduced: None: nothing was recomputed.
+        rank: rank of the first such result; None: none was found.
+        reproduced: whether it came again when the step was recomputed; None: nothing was recomputed.
     """
 
     rank: int | None
@@ -181,7 +181,7 @@ class Explanation:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """For the event, in plain values."""
+        """Fields of the event, in plain values."""
         origin = self.origin
         address = None if origin is None else origin.found.address
         return {
@@ -200,7 +200,7 @@ class Explanation:
 
     @property
     def text(self) -> str:
-        """A sentence for people."""
+        """The explanation as a sentence for people."""
         if self.origin is None:
             if self.reproduced is None:
                 return "no checked result was NaN or Inf; overflow is normal while the loss scale adapts"
@@ -224,11 +224,11 @@ def explain(
     order: Sequence[str],
     dims: ParallelDims,
 ) -> Explanation:
-    """The first place over all ranks.
+    """Find the first place over all ranks.
 
     Args:
-        before: by rank, of the checks of the step.
-        after: by rank, when its micro-batches were recomputed with all checks; None: they were not.
+        before: first non-finite results by rank, from the checks of the step.
+        after: the same when its micro-batches were recomputed with all checks; None: they were not.
         order: names of submodules, in the order in which they are computed.
     """
     repeats = [None] * len(before) if after is None else after
@@ -246,7 +246,7 @@ def _result(origin: NonFiniteOrigin | None) -> NonFinite | None:
 
 
 def _key(of_rank: tuple[int, NonFinite], order: Sequence[str], dims: ParallelDims) -> tuple[Any, ...]:
-    """Order between the checks of the step and those of a repeat, which count places differently."""
+    """Sort key that orders results of the step's checks and of a repeat's, which count places differently."""
     rank, one = of_rank
     place = order.index(one.address.fqn) if one.address.fqn in order else 0
     backwards = one.address.phase in (BACKWARD, WEIGHT_GRAD)

@@ -89,7 +89,7 @@ class Divergence:
     """One result that differs from the expected one.
 
     Args:
-        place: how many results the rank recorded before it.
+        place: number of results that the rank recorded before it.
         expected: expected checksum; None where no result was expected.
         got: computed checksum; None where there is none.
         against: rank that computed the expected value, where the layouts differ; None: the same rank.
@@ -108,7 +108,7 @@ class Comparison:
     """Result of comparing several ranks' traces.
 
     Args:
-        compared: results that were compared, over all ranks.
+        compared: number of results that were compared, over all ranks.
         divergences: in execution order over all ranks.
         first: the earliest of ``divergences``; of several ranks only where several were wrong at the same place.
     """
@@ -134,7 +134,7 @@ def execution_key(address: Address, place: int, dims: ParallelDims) -> tuple[int
     orders them too.
 
     Args:
-        place: how many results its rank recorded before it.
+        place: number of results that its rank recorded before it.
     """
     if address.phase not in MICRO_BATCH_PHASES:
         return address.step, _STEP_PHASES[address.phase], 0, 0, 0, place
@@ -211,7 +211,7 @@ def count_differing(
         wrong: ranks that were named; their replicas are not used as reference, unless there is no other.
 
     Returns:
-        Results that were compared over all ranks, and those that differ, in execution order.
+        The number of results compared over all ranks, and the counts of those that differ, in execution order.
     """
     found: list[tuple[tuple[int, ...], int, str, str]] = []
     harmed = {rank // layout.tensor % layout.data for rank in wrong}
@@ -400,7 +400,7 @@ class TraceWriter:
     (``megasdc.common.durable``).
 
     Args:
-        header: about the rank and the run, plain values; includes the fields of ``RECORDED_ALIKE``.
+        header: facts about the rank and the run, plain values; includes the fields of ``RECORDED_ALIKE``.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:

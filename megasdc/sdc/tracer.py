@@ -19,7 +19,7 @@ class Tracer:
 
     Args:
         fqns: submodules whose results are recorded, where other listeners observe more; None: all that are observed.
-        micro_batches: by their numbers in addresses, instead of the section's; None: the section's.
+        micro_batches: numbers in addresses of the recorded micro-batches; None: the section's.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ Rule = Callable[..., Any]
 Dims = Sequence[int]
 
 LARGE = 1 << 17
-"""Elements from which on a copy takes longer than what it takes to call one."""
+"""Number of elements from which on a copy takes longer than its call."""
 ORDER = 2.0**-16
 """Difference, as a share of the largest element, that another order of a sum in fp32 explains."""
 _aten = torch.ops.aten
@@ -43,7 +43,7 @@ def is_permuted() -> bool:
 
 
 def shift(size: int) -> int:
-    """By how many places a dimension is rolled: about a half of it, but an odd number, so that vector lanes change."""
+    """Number of places by which a dimension is rolled: about a half of it, but odd, so that vector lanes change."""
     return size // 2 | 1 if size > 1 else 0
 
 
@@ -68,7 +68,7 @@ def roll_by(tensor: Tensor, shifts: Mapping[int, int], *, back: bool = False) ->
 
 
 def _rolled(tensor: Tensor, by: Mapping[int, int]) -> Tensor:
-    """As ``torch.roll``, which copies everything once a dimension: a large tensor is copied once, block by block."""
+    """Rolled tensor, as by ``torch.roll``, which copies all once a dimension: a large one once, block by block."""
     if len(by) == 1 or tensor.numel() < LARGE:
         return tensor.roll(list(by.values()), list(by))
     moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -83,13 +83,13 @@ def _rolled(tensor: Tensor, by: Mapping[int, int]) -> Tensor:
 
 
 def as_matrix(tensor: Tensor, *, back: bool = False) -> Tensor:
-    """A result whose rows (all dimensions but the last) and features are rolled, as those of a matrix product."""
+    """Roll the rows (all dimensions but the last) and features of a tensor, as of a matrix product's result."""
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor
     return roll(rows, range(rows.dim()), back=back).reshape(tensor.shape)
 
 
 class Permuted(TorchDispatchMode):
-    """Inside, operations are computed with their elements in other places.
+    """Context in which operations are computed with their elements in other places.
 
     Args:
         without: operations that are computed as they are.
@@ -121,13 +121,13 @@ class Permuted(TorchDispatchMode):
 
 @dataclass
 class Unequal:
-    """How results of an operation differed when its elements were in other places.
+    """Differences of an operation's results when its elements were in other places.
 
     Args:
-        elements: that differed.
-        of: elements that were compared.
-        largest: difference, as a share of the largest element.
-        far: elements that differed by more than one step of their type and than ``ORDER`` of the largest element.
+        elements: number of elements that differed.
+        of: number of elements that were compared.
+        largest: largest difference, as a share of the largest element.
+        far: number of elements that differed by more than one step of their type and than ``ORDER`` of the largest one.
     """
 
     elements: int = 0
@@ -138,12 +138,12 @@ class Unequal:
 
 @dataclass
 class Tried:
-    """What a trial has seen.
+    """Results of a trial.
 
     Args:
-        moved: how often each operation was computed with elements in other places.
-        left: by name, how often those were not that compute floating-point numbers, but for single ones.
-        unequal: results that were not the same bits.
+        moved: number of times that each operation was computed with elements in other places.
+        left: number of times that an operation on floating-point numbers was not, but for single numbers, by name.
+        unequal: differences of operations whose results had other bits.
     """
 
     moved: Counter[Signature] = field(default_factory=Counter)
@@ -152,10 +152,10 @@ class Tried:
 
 
 class Trial(TorchDispatchMode):
-    """Inside, operations are computed as they are, and a second time with their elements in other places.
+    """Context in which operations are computed as they are, and a second time with their elements in other places.
 
     Attributes:
-        tried: what it has seen.
+        tried: results of the trial.
     """
 
     def __init__(self) -> None:
@@ -191,12 +191,12 @@ class Trial(TorchDispatchMode):
 
 
 def signature_of(func: Any, args: Sequence[Any]) -> Signature:
-    """What a trial holds an operation for the same by."""
+    """Name, types and shapes by which a trial takes two calls for the same operation."""
     return func.name(), *(f"{str(one.dtype)[6:]}{tuple(one.shape)}" for one in args if isinstance(one, Tensor))
 
 
 def permutation_rule(func: Any, args: Sequence[Any]) -> Rule | None:
-    """The rule for an operation on floating-point numbers; None: there is none."""
+    """Rule by which an operation on floating-point numbers is computed elsewhere; None: there is none."""
     if not any(one.is_floating_point() for one in args if isinstance(one, Tensor)):
         return None
     name = func._schema.name.removeprefix("aten::")
@@ -224,7 +224,7 @@ def _computes(func: Any, args: Sequence[Any], result: Any) -> bool:
 
 
 def _elementwise(func: Operation, *args: Any, **kwargs: Any) -> Any:
-    """All dimensions, those of the operands being counted from the last; where all are alike, as one dimension."""
+    """Rule that rolls all dimensions, counted from the last; as one dimension where all operands have one shape."""
     tensors = [one for one in args if isinstance(one, Tensor)]
     if max(one.numel() for one in tensors) < 2:
         return NotImplemented
@@ -238,7 +238,7 @@ def _elementwise(func: Operation, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_place(func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """As elementwise, into the first operand."""
+    """Rule as ``_elementwise``, with the result written into the first operand."""
     name, _, overload = func.name().removeprefix("aten::").partition(".")
     pure = getattr(getattr(_aten, name.removesuffix("_"), None), overload or "default", None)
     result = NotImplemented if pure is None else _elementwise(pure, target, *args, **kwargs)
@@ -246,7 +246,7 @@ def _in_place(func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _by_dims(*operands: Dims | None, results: Sequence[Dims]) -> Rule:
-    """Given dimensions of the first operands and of the results; None: of none. Operands may be absent."""
+    """Make a rule that rolls given dimensions of operands, None: none, and of results. Operands may be absent."""
 
     def rule(func: Operation, *args: Any, **kwargs: Any) -> Any:
         dims = [*operands, *[None] * (len(args) - len(operands))]
@@ -271,7 +271,7 @@ def _back(result: Any, dims: Sequence[Dims]) -> Any:
 
 
 def _product_and_sum(func: Operation, added: Tensor, first: Tensor, second: Tensor, **kwargs: Any) -> Any:
-    """Of ``addmm`` and ``baddbmm``; what is added is broadcast."""
+    """Rule of ``addmm`` and ``baddbmm``; the added operand is broadcast."""
     last = first.dim() - 1
     batch = range(last - 1)
     moved = roll(first, [*batch, last - 1]), roll(second, [*batch, last])
@@ -280,7 +280,7 @@ def _product_and_sum(func: Operation, added: Tensor, first: Tensor, second: Tens
 
 
 def _but_one(tensors: int) -> Rule:
-    """All dimensions but one, that the argument after so many tensors names: softmax and the like."""
+    """Make a rule that rolls all dimensions but the one named after ``tensors`` tensors: softmax and the like."""
 
     def rule(func: Operation, *args: Any, **kwargs: Any) -> Any:
         dims = [dim for dim in range(args[0].dim()) if dim != args[tensors] % args[0].dim()]
@@ -290,7 +290,7 @@ def _but_one(tensors: int) -> Rule:
 
 
 def _reduction(func: Operation, tensor: Tensor, over: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    """Dimensions that are kept."""
+    """Rule of reductions: the dimensions that are kept are rolled."""
     named = [over] if isinstance(over, int) else over
     summed = {dim % tensor.dim() for dim in named} if named and tensor.dim() else set()
     kept = [dim for dim in range(tensor.dim()) if dim not in summed]
@@ -302,7 +302,7 @@ def _reduction(func: Operation, tensor: Tensor, over: Any = None, keepdim: bool 
 
 
 def _norm(func: Operation, data: Tensor, shape: Sequence[int], *args: Any) -> Any:
-    """Rows; results: values, mean and reciprocal deviation, of which an RMSNorm has none or one."""
+    """Rule of norms: rows are rolled; results: values, mean, reciprocal deviation (RMSNorm: at most one of both)."""
     rows = range(data.dim() - len(shape))
     if all(data.shape[dim] < 2 for dim in rows):
         return NotImplemented
@@ -310,9 +310,9 @@ def _norm(func: Operation, data: Tensor, shape: Sequence[int], *args: Any) -> An
 
 
 def _norm_backward(statistics: int) -> Rule:
-    """Rows for the input's gradient; features for those of weight and bias, which are sums over rows.
+    """Make a rule that rolls rows for the input's gradient, and features for those of weight and bias, sums over rows.
 
-    ``statistics``: of each row, mean and reciprocal deviation or the latter alone.
+    ``statistics``: number of tensors with statistics of rows: mean and reciprocal deviation, or the latter alone.
     """
 
     def rule(func: Operation, grad: Tensor, data: Tensor, shape: Sequence[int], *rest: Any) -> Any:
@@ -330,7 +330,7 @@ def _norm_backward(statistics: int) -> Rule:
 
 
 def _attention(dropout: int, mask: int | None = None) -> Rule:
-    """Batch and heads, and features of values; not with dropout or a mask, whose places among the arguments are given.
+    """Make a rule that rolls batch, heads and features of values; not with dropout or a mask, whose places are given.
 
     ``mask`` is None where it is no argument, or a named one.
     """
@@ -350,7 +350,7 @@ def _attention(dropout: int, mask: int | None = None) -> Rule:
 
 
 def _attention_backward(dropout: int, mask: int | None = None) -> Rule:
-    """Batch and heads; operands: gradient, query, key, value, a mask if it has a place, output, logarithms of sums."""
+    """Make a rule that rolls batch and heads of gradient, query, key, value, mask if any, output, log-sums."""
 
     def rule(func: Operation, *args: Any, **kwargs: Any) -> Any:
         if args[dropout] or _is_masked(mask, args, kwargs):
@@ -373,13 +373,13 @@ def _is_masked(mask: int | None, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _head_shifts(query: Tensor, key: Tensor) -> tuple[dict[int, int], dict[int, int]]:
-    """By how much batch and heads of queries are rolled, and those of keys: groups of queries share a key's head."""
+    """Shifts of batch and heads of queries, and of keys: groups of queries share a key's head."""
     batch, heads = shift(key.shape[0]), shift(key.shape[1])
     return {0: batch, 1: heads * (query.shape[1] // key.shape[1])}, {0: batch, 1: heads}
 
 
 def _rows_of_loss(reduction: int, operands: int) -> Rule:
-    """Rows, where the losses of rows are not summed; ``reduction``: place of the argument that says so."""
+    """Make a rule that rolls rows whose losses are not summed; ``reduction``: place of the argument that says so."""
 
     def rule(func: Operation, *args: Any) -> Any:
         if args[reduction]:
@@ -390,7 +390,7 @@ def _rows_of_loss(reduction: int, operands: int) -> Rule:
 
 
 def _sum_at_words(func: Operation, table: Tensor, places: Any, values: Tensor, *args: Any) -> Any:
-    """Features of the rows of a table, into which rows are added."""
+    """Rule that rolls the features of a table into whose rows other rows are added."""
     if len(places) == table.dim():
         return NotImplemented
     result = func(roll(table, (-1,)), places, roll(values, (-1,)), *args)
@@ -423,11 +423,11 @@ RULES: dict[str, Rule] = {
     "index_put": _sum_at_words,
     "embedding_dense_backward": _by_dims((-1,), results=[(-1,)]),
 }
-"""By name in ``aten``, for those that PyTorch does not call elementwise."""
+"""Rules by name in ``aten``, for operations that PyTorch does not call elementwise."""
 _MOVES = """
     clone copy detach cat stack index index_select gather slice_backward select_backward new_zeros zeros_like ones_like
     empty_like new_empty full_like fill zero embedding roll constant_pad_nd masked_fill scatter tril triu repeat
     lift_fresh_copy split_with_sizes unbind new_empty_strided expand unsafe_view
 """
 MOVES = frozenset(_MOVES.split())
-"""Operations on floating-point numbers that compute none."""
+"""Operations that only move floating-point numbers."""

@@ -68,14 +68,14 @@ class Call:
     """One call of a submodule.
 
     Args:
-        module: the submodule's.
+        module: module of the submodule.
         args: positional arguments, those of linear layers by name included.
         options: arguments by name, of others than linear layers.
-        output: the first tensor of it; None: there is none.
-        gradients: of the output, once there is one.
-        received: gradients of what it was given, once there is one.
-        mask: of dropout, scaled, as the output, of attention as its weights, [b, n, s, s]; None: nothing is dropped.
-        chance: state of random generators when it began, where calls are copied.
+        output: the first tensor that it returned; None: there is none.
+        gradients: gradients of the output, once there is one.
+        received: gradients of its input, once there is one.
+        mask: scaled mask of dropout, shaped as the output, or as attention's weights, [b, n, s, s]; None: no dropout.
+        chance: state of random generators when the call began, where calls are copied.
         autocast: type of automatic mixed precision; None: it was off.
     """
 
@@ -92,14 +92,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Trust:
-    """How results are judged by bounds.
+    """Limits, as multiples of bounds, by which results are judged.
 
     Args:
-        basis: of rulings.
-        inner: times the bound: what a right result is off by at most.
-        outer: times the bound: what a wrong one is off by at least, in some element.
-        compared: whether elements that agree are to be within ``inner`` times their bounds, too.
-        alone: in place of ``outer`` where too few of those tell anything.
+        basis: basis of rulings.
+        inner: largest error of a right result, in bounds.
+        outer: smallest error of a wrong result in some element, in bounds.
+        compared: whether elements that agree must be within ``inner`` bounds, too.
+        alone: limit in place of ``outer`` where too few of these elements tell anything.
     """
 
     basis: str
@@ -110,13 +110,13 @@ class Trust:
 
 
 PROVED = Trust(REFEREE)
-"""A sum, or function, that is known, and a bound that is proved."""
+"""Trust in a known sum or function with a proved bound."""
 LIKELY = Trust(REFEREE, 1.0, 4.0, compared=True, alone=math.inf)
-"""A bound that is proved, of what a submodule seems to compute by its structure: two right results of another function
+"""Trust in a proved bound of what a submodule seems to compute by its structure: two right results of another function
 are at most two bounds apart, so that none is outside of four where the other is within one.
 """
 ESTIMATED = Trust(OWN_CODE, 8.0, 32.0, compared=True, alone=math.inf)
-"""A submodule's own code in fp64, and an estimate of what rounding makes of it."""
+"""Trust in a submodule's own code in fp64 with an estimate of its rounding."""
 
 
 def estimated(kind: torch.dtype) -> Trust:
@@ -132,11 +132,11 @@ class Exhibit:
     """A result that can be computed again.
 
     Args:
-        result: [R, C].
-        factors: what it was made of, which is equal on all ranks that are compared.
-        compute: elements in fp64, from their rows [n] and columns [n].
+        result: the result as a matrix, [R, C].
+        factors: operands of the result, which are equal on all ranks that are compared.
+        compute: returns elements in fp64, from their rows [n] and columns [n].
         is_product: ``factors`` are left [R, K], right [C, K] and, if there is one, bias [C]: left right^T + bias.
-        trust: how far what it was taken for, and its bounds, are to be believed.
+        trust: trust in the way of computing it and in its bounds.
         held: names of the last of ``factors``: parameters and buffers of the submodule.
     """
 
@@ -150,11 +150,11 @@ class Exhibit:
 
 @contextmanager
 def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Call]]:
-    """Inside, calls of a module are kept, in their order; None: nothing is.
+    """Context in which calls of a module are kept, in their order; ``module`` None: nothing is kept.
 
     Args:
-        seen: to which they are added, with tensors as they are, which is enough as long as nothing changes them, and
-            with gradients that come later; None: a new list, with copies, and with those that come inside.
+        seen: list to which calls are added, with tensors as they are, as long as nothing changes them, and with
+            gradients that come later; None: a new list, with copies, and with gradients that come inside.
     """
     calls, copies = ([], True) if seen is None else (seen, False)
     if module is None:
@@ -250,12 +250,12 @@ def one_call(address: Address, calls: Sequence[Call]) -> Call | str:
 
 
 def rows_as_matrix(tensor: Tensor) -> Tensor:
-    """As a matrix: the last dimension is that of its columns."""
+    """A tensor as a matrix, whose columns are its last dimension."""
     return tensor.detach().reshape(-1, tensor.shape[-1])
 
 
 def taken(tensor: Tensor, *places: Tensor) -> Tensor:
-    """Elements, or rows, on the host."""
+    """Elements, or rows, of a tensor, on the host."""
     return tensor.detach()[tuple(one.to(tensor.device) for one in places)].cpu()
 
 
@@ -266,7 +266,7 @@ def _linear_factors(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _product(result: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Exhibit:
-    """Of ``left right^T + bias``."""
+    """Exhibit of the product ``left right^T + bias``."""
     factors = (left, right) if bias is None else (left, right, bias)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
@@ -277,17 +277,17 @@ def _product(result: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = 
 
 
 def linear_output(call: Call, result: Tensor) -> Exhibit:
-    """The input times the weight, and the bias where it is added."""
+    """Exhibit of a linear layer's output: the input times the weight, and the bias where it is added."""
     return _product(result, *_linear_factors(call))
 
 
 def linear_input(call: Call, result: Tensor) -> Exhibit:
-    """The output's gradient times the weight."""
+    """Exhibit of a linear layer's input gradient: the output's gradient times the weight."""
     return _product(result, rows_as_matrix(call.gradients[-1]), _linear_factors(call)[1].T)
 
 
 def linear_weight(call: Call, result: Tensor) -> Exhibit:
-    """The output's gradient times the input."""
+    """Exhibit of a linear layer's weight gradient: the output's gradient times the input."""
     return _product(result, rows_as_matrix(call.gradients[-1]).T, _linear_factors(call)[0].T)
 
 
@@ -309,13 +309,13 @@ def _norm_factors(call: Call) -> tuple[Tensor, ...]:
 
 
 def _moments(call: Call, rows: Tensor) -> NormMoments:
-    """In a norm of a class of its own each operation may round to the type of what it is given."""
+    """Moments of rows of a norm's input; a norm of a class of its own may round each operation to its input's type."""
     steps = call.args[0].dtype if hasattr(call.module, "centred") else WORKING
     return NormMoments.of(rows, call.module.eps, centred=_is_centred(call), steps=steps)
 
 
 def norm_output(call: Call, result: Tensor) -> Exhibit:
-    """The normalised input, times the weight, and the bias."""
+    """Exhibit of a norm's output: the normalised input, times the weight, and the bias."""
     inputs, weight, *bias = _norm_factors(call)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
@@ -328,7 +328,7 @@ def norm_output(call: Call, result: Tensor) -> Exhibit:
 
 
 def norm_input_exhibit(call: Call, result: Tensor) -> Exhibit:
-    """By the moments of its row, and sums over that."""
+    """Exhibit of a norm's input gradient, by the moments of each row and sums over it."""
     inputs, weight, *_ = _norm_factors(call)
     gradient, centred = rows_as_matrix(call.gradients[-1]), _is_centred(call)
 
@@ -341,7 +341,7 @@ def norm_input_exhibit(call: Call, result: Tensor) -> Exhibit:
 
 
 def norm_weight_exhibit(call: Call, result: Tensor) -> Exhibit:
-    """One row."""
+    """Exhibit of the gradient of a norm's weight, as one row."""
     inputs, gradient = rows_as_matrix(call.args[0]), rows_as_matrix(call.gradients[-1])
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
@@ -364,7 +364,7 @@ def norm_bias(call: Call, result: Tensor) -> Exhibit:
 
 
 def _is_centred(call: Call) -> bool:
-    """Whether it takes the mean away; a norm of a class of its own says so."""
+    """Whether a norm subtracts the mean; a norm of a class of its own says so."""
     return bool(getattr(call.module, "centred", isinstance(call.module, nn.LayerNorm)))
 
 
@@ -381,7 +381,7 @@ SLOTS = ("query", "key", "value")
 
 
 def sum_output(call: Call, result: Tensor) -> Exhibit:
-    """Residual + mask (branch + bias)."""
+    """Exhibit of a residual sum: residual + mask (branch + bias)."""
     (branch, bias), other = call.args[0], call.args[1]
     parts = [None if one is None else rows_as_matrix(one) for one in (branch, call.mask, other)]
 
@@ -395,7 +395,7 @@ def sum_output(call: Call, result: Tensor) -> Exhibit:
 
 
 def sum_input(call: Call, result: Tensor) -> Exhibit:
-    """The mask times the gradient."""
+    """Exhibit of the gradient of a residual sum's branch: the mask times the gradient."""
     gradient, mask = rows_as_matrix(call.gradients[-1]), None if call.mask is None else rows_as_matrix(call.mask)
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
@@ -406,7 +406,7 @@ def sum_input(call: Call, result: Tensor) -> Exhibit:
 
 
 def activation_output(call: Call, result: Tensor) -> Exhibit:
-    """Of the layer before it, whose bias is added here; where it is gated, its first half is the gate."""
+    """Exhibit of an activation, from the layer before, whose bias is added here; a gate is its first half."""
     layer, config = call.module, call.module.config
     assert call.output is not None, "it is a linear layer"
     given, bias = rows_as_matrix(call.output), layer.bias
@@ -429,7 +429,7 @@ def activation_output(call: Call, result: Tensor) -> Exhibit:
 
 
 def activation_input(call: Call, result: Tensor) -> Exhibit | None:
-    """Of the layer before it, whose output's gradient this is; None: where it is clamped or has an offset."""
+    """Exhibit of an activation's input gradient, from the layer before it; None: it is clamped or has an offset."""
     layer, config = call.module, call.module.config
     if getattr(config, "activation_func_clamp_value", None) is not None or getattr(config, "glu_linear_offset", 0) != 0:
         return None
@@ -461,7 +461,7 @@ def activation_input(call: Call, result: Tensor) -> Exhibit | None:
 
 
 def attention_output(call: Call, result: Tensor) -> Exhibit:
-    """Rows of heads."""
+    """Exhibit of attention's output, by rows of heads."""
     module, (query, key, value) = call.module, call.args[:3]
     batch, heads, width = query.shape[1], query.shape[2], value.shape[3]
     shared = heads // key.shape[2]
@@ -492,7 +492,7 @@ def attention_output(call: Call, result: Tensor) -> Exhibit:
 
 
 def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit:
-    """The gradient of ``slot``, one of query, key and value."""
+    """Exhibit of the gradient of ``slot``, one of query, key and value."""
     module, (query, key, value) = call.module, call.args[:3]
     batch, own_heads = query.shape[1], result.shape[2]
     shared = query.shape[2] // key.shape[2]
@@ -553,7 +553,7 @@ def _local_ids(call: Call) -> Tensor:
 
 
 def word_output(call: Call, result: Tensor) -> Exhibit:
-    """A copy of the entry; 0 for one of another rank."""
+    """Exhibit of a word embedding's output: a copy of the entry; 0 for one of another rank."""
     ids, weight = _local_ids(call), call.module.weight
 
     def compute(rows: Tensor, columns: Tensor) -> Exact:
@@ -564,7 +564,7 @@ def word_output(call: Call, result: Tensor) -> Exhibit:
 
 
 def word_weight(call: Call, result: Tensor) -> Exhibit:
-    """The sum of the output's gradient over the tokens of an entry, added in the type of the result."""
+    """Exhibit of a word's gradient: sum of the output's gradient over its tokens, added in the type of the result."""
     ids, gradient = _local_ids(call), rows_as_matrix(call.gradients[-1])
     if (padding := getattr(call.module, "padding_idx", None)) is not None:
         ids = torch.where(ids == padding, -1, ids)  # which gets no gradient
@@ -578,7 +578,7 @@ def word_weight(call: Call, result: Tensor) -> Exhibit:
 
 
 def position_output(call: Call, result: Tensor) -> Exhibit | None:
-    """Mask (word + position), without what there is not."""
+    """Exhibit of a position embedding's output: mask (word + position), without the parts that it lacks."""
     if _is_part(call):
         return None
     weight, samples = _weight(call), call.args[0].shape[1]
@@ -593,12 +593,12 @@ def position_output(call: Call, result: Tensor) -> Exhibit | None:
 
 
 def position_input(call: Call, result: Tensor) -> Exhibit | None:
-    """The mask times the gradient."""
+    """Exhibit of a position embedding's input gradient: the mask times the gradient."""
     return None if _is_part(call) else sum_input(call, result)
 
 
 def position_weight(call: Call, result: Tensor) -> Exhibit | None:
-    """The sum over samples of mask times gradient; 0 for positions that no token has."""
+    """Exhibit of a position's gradient: sum over samples of mask times gradient; 0 for positions that no token has."""
     if _is_part(call):
         return None
     gradient = call.gradients[-1]
@@ -624,7 +624,7 @@ def _is_part(call: Call) -> bool:
 
 
 def loss_output(call: Call, result: Tensor) -> Exhibit | None:
-    """Losses [b, s] of logits [s, b, v]."""
+    """Exhibit of losses [b, s], from logits [s, b, v]."""
     logits, labels = call.args[:2]
     if call.module.tensor > 1:
         return None
@@ -637,7 +637,7 @@ def loss_output(call: Call, result: Tensor) -> Exhibit | None:
 
 
 def logits_gradient(call: Call, result: Tensor) -> Exhibit | None:
-    """Gradients [s, b, v] of the logits."""
+    """Exhibit of the gradients of logits, [s, b, v]."""
     logits, labels = call.args[:2]
     if call.module.tensor > 1:
         return None
@@ -678,9 +678,9 @@ MAKERS: Mapping[tuple[str, str, str], Maker] = {
     (LOSS, FORWARD, "output"): loss_output,
     (LOSS, BACKWARD, "input"): logits_gradient,
 }
-"""By kind of submodule, phase and tensor. A wrong factor shows before, where it was made."""
+"""Makers by kind of submodule, phase and tensor. A wrong factor shows before, where it was made."""
 BETWEEN = {ACTIVATION: (FC1, FC2)}
-"""Kinds that are no modules, by the kinds of those before and after them in their block."""
+"""Kinds that are no modules, each with the kinds before and after it in its block."""
 
 
 def make_exhibit(
@@ -689,8 +689,8 @@ def make_exhibit(
     """The exhibit of a result that was computed in one of these calls.
 
     Args:
-        calls: of the submodule, or of the one before it.
-        after: of the one after it, where it is no module itself: its inputs are the submodule's outputs.
+        calls: calls of the submodule, or, where it is no module, of the one before it.
+        after: calls of the one after it, where it is no module: their inputs are the submodule's outputs.
 
     Returns:
         None: the referee does not compute such results, or what they were made of was not seen.
