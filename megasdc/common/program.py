@@ -1,4 +1,4 @@
-"""A command from start to end: Ctrl-C, terminals, bars of progress, closed pipes, full disks, and our own errors.
+"""Life cycle of a command: Ctrl-C, terminals, progress bars, closed pipes, full disks, and our own errors.
 
 rich is imported when a bar is drawn, since many commands draw none.
 """
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPED_WIDTH = 2000
-"""Characters of a line where standard output is no terminal: wider than any table, so that none is cut or folded."""
+"""Width of a line in characters where standard output is no terminal: wider than any table, so that none is cut."""
 INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters (C0 and C1), those that turn the order of what follows, halves of pairs that no stream takes."""
 _HOME = re.compile(r"~([\w.-]*/|$)")
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-"""Errors that only writing raises."""
+"""Error numbers that only writing raises."""
 
 
 def output_console() -> Console:
@@ -54,8 +54,8 @@ def run_program(application: Callable[[], Any], name: str, unwritten: int = Stor
     """Run a command line, and end the process with a documented exit code; expected errors print no traceback.
 
     Args:
-        application: parses, works, prints, and ends with SystemExit.
-        name: of the program, prefix of its messages.
+        application: function that parses the arguments, works, prints, and ends with SystemExit.
+        name: name of the program, prefix of its messages.
         unwritten: exit code where the result cannot be written, or for an OSError that nothing else handled.
     """
     refuse_pipes()
@@ -159,8 +159,8 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print a text of a command, ``printable``.
 
     Args:
-        err: to standard error.
-        nl: with the end of a line.
+        err: whether it goes to standard error.
+        nl: whether a line end follows.
     """
     import typer
 
@@ -171,13 +171,13 @@ def safe_console(**options: Any) -> Console:
     """A console of rich's whose texts are ``printable``; colours and places are rich's own.
 
     Args:
-        options: of ``rich.console.Console``.
+        options: options of ``rich.console.Console``.
     """
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
     class SafeConsole(Console):
-        """Makes each piece of text printable."""
+        """Console that makes each piece of text printable."""
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
             for one in super().render(renderable, options):
@@ -212,13 +212,13 @@ def at_home(value: Any) -> Any:
 
 
 def why_unreadable(path: str | os.PathLike[str], *, missing: bool = False) -> str | None:
-    """Why a command cannot read a path: no permission, a named pipe, a device; None: it can.
+    """Reason why a command cannot read a path: no permission, a named pipe, a device; None: it can.
 
     An anonymous pipe, such as that of ``<(command)``, is accepted; reading a named one may wait for ever.
 
     Args:
         path: a file or folder.
-        missing: report a path that does not exist too.
+        missing: whether a path that does not exist is reported too.
     """
     try:
         mode = os.stat(path).st_mode
@@ -253,7 +253,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 GIB = 1 << 30
 OnProgress = Callable[[str, int, int], None]
-"""Called with what is done, how many parts of it are done, and of how many."""
+"""Function called with the name of the work, the number of its finished parts, and the number of all parts."""
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def progress_bars(*, quiet: bool = False, console: Console | None = None) -> Ite
     Refreshed only when called, so that it takes no processor time from what is measured.
 
     Args:
-        quiet: draw nothing.
+        quiet: whether nothing is drawn.
         console: output; None: standard error.
     """
     with _bar("count", console, quiet, auto_refresh=False) as bar:
@@ -283,9 +283,9 @@ def parts_bar(description: str, total: int, *, quiet: bool = False) -> Iterator[
     """Draw a bar of parts; yields a function to call after each.
 
     Args:
-        description: what is done.
+        description: name of the work.
         total: number of parts.
-        quiet: draw nothing.
+        quiet: whether nothing is drawn.
     """
     with _bar("count", None, quiet) as bar:
         task = bar.add_task(description, total=total)
@@ -297,9 +297,9 @@ def bytes_bar(description: str, total: int, *, quiet: bool = False) -> Iterator[
     """Draw a bar in bytes and bytes per second; yields a function to call with the bytes of each part.
 
     Args:
-        description: what is done.
-        total: bytes.
-        quiet: draw nothing.
+        description: name of the work.
+        total: number of bytes.
+        quiet: whether nothing is drawn.
     """
     with _bar("bytes", None, quiet) as bar:
         task = bar.add_task(description, total=total)
@@ -307,12 +307,12 @@ def bytes_bar(description: str, total: int, *, quiet: bool = False) -> Iterator[
 
 
 def report_bytes(say: Callable[[str], None], total: int, every_s: float = 10.0) -> Callable[[int], None]:
-    """Make a function to call with the bytes of each part, which says every few seconds how many of all are done.
+    """Function to call with the number of bytes of each part, which reports the progress every few seconds.
 
     Args:
-        say: receives ``1.5 of 64.0 GiB``.
-        total: bytes.
-        every_s: seconds; what takes no longer is not told.
+        say: function that gets a text such as ``1.5 of 64.0 GiB``.
+        total: number of all bytes.
+        every_s: seconds between reports; work that takes no longer is not reported.
     """
     done, told_at = 0, time.monotonic()
 
@@ -339,9 +339,9 @@ def runs_bar(
     Args:
         console: output.
         what: name of the work.
-        minutes: where time decides: duration after the first run. The bar then shows time.
-        clock: seconds.
-        unit: what is counted.
+        minutes: duration after the first run, if time decides; the bar then shows time.
+        clock: function that returns the time in seconds.
+        unit: name of the counted unit.
     """
     with _bar("share", console, False) as bar:
         task = bar.add_task(f"{what}: starting ranks", total=None)

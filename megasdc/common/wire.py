@@ -1,11 +1,11 @@
-"""Connections between processes of a run: addresses, who listens, who is let in, what is read of them; no torch.
+"""Connections between processes of a run: addresses, listeners, handshake with a secret, bounded messages; no torch.
 
 A ``Door`` listens on one address. Whoever connects has ``HANDSHAKE_S`` seconds for the whole handshake, in which both
-sides show with an HMAC (RFC 2104, SHA-256) over each other's random numbers that they know a secret, which never
-travels on the connection; before that nothing but a short line of JSON is read. Connections that have not shown it are
-bounded in number, and where there are too many the oldest gives way to the newest, so that slow ones keep nobody out.
-What is sent afterwards is neither secret nor encrypted: the network between a run's hosts is taken for one on which
-nobody else writes into a connection that is made.
+sides prove with an HMAC (RFC 2104, SHA-256) over each other's random numbers that they know a secret, which never
+travels on the connection; before that nothing but a short line of JSON is read. Connections without this proof are
+bounded in number; if there are too many, the oldest is closed for the newest, so that slow ones keep nobody out. What
+is sent afterwards is neither secret nor encrypted: it is assumed that nobody else on the network between a run's hosts
+can write into an established connection.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ HELLO_BYTES = 4 << 10
 MESSAGE_BYTES = 8 << 20
 SECRET_BYTES = 32
 MAX_UNKNOWN = 64
-"""Connections of a door at a time that have not shown yet that they know the secret."""
+"""Maximum number of a door's connections that have not proved yet that they know the secret."""
 BACKLOG = 1024
-"""Connections that the kernel keeps for a door: all hosts connect at once."""
+"""Number of waiting connections that the kernel keeps for a door: all hosts connect at once."""
 PAUSE_S = 0.05
-"""Seconds without another attempt where the process or the host has no descriptor left, or a socket is broken."""
+"""Seconds until the next attempt after the process or the host had no descriptor left, or a socket was broken."""
 ATTEMPTS = 3
-"""How often a caller comes again whose connection was closed before both sides knew each other."""
+"""Number of attempts of a caller whose connection is closed before the end of the handshake."""
 KEEP_ALIVE_S, KEEP_INTERVAL_S = 30, 10
-"""Idle seconds after which the kernel asks the peer for a sign of life, and between two: firewalls forget idle ones."""
+"""Idle seconds until the kernel's first keep-alive probe, and between two: firewalls forget idle connections."""
 BROKEN_S = 60
 """Seconds without an acknowledgement after which the kernel closes a connection."""
 DESCRIPTORS = 1 << 16
 GONE = "the peer has closed the connection"
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _OF_A_CALLER = {errno.ECONNABORTED, errno.ECONNRESET, errno.EPROTO, errno.EINTR}
-"""Who has gone; a pause for each would let one caller keep out others."""
+"""Error numbers of a caller that has gone; a pause after each would let one caller keep out others."""
 _PIECE = 1 << 16
 _POLL_S = 0.2
 
@@ -56,14 +56,14 @@ Serve = Callable[[socket.socket, dict[str, Any]], None]
 
 
 class WireError(OSError):
-    """The other side is not who it should be, or says what cannot be read."""
+    """The other side does not know the secret, or sends what the protocol does not allow."""
 
 
 def raise_descriptor_limit() -> None:
     """Let this process and those that it starts open as many descriptors as the system allows, at most 65,536.
 
-    The usual limit of 1,024 ends a rank whose listener of gloo's is given as many connections, and a front of as many
-    hosts.
+    With the usual limit of 1,024, a rank fails whose gloo listener gets as many connections, and so does a front of as
+    many hosts.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
@@ -72,10 +72,11 @@ def raise_descriptor_limit() -> None:
 
 
 class BoundedExchange:
-    """Bytes over a connection, all of them within a limit: no wait for a part prolongs it.
+    """Exchange of bytes over a connection with one time limit for all of it: no wait for a part prolongs it.
 
     Args:
-        limit_s: seconds from now.
+        connection: the connection.
+        limit_s: time limit in seconds from now.
 
     Raises:
         OSError: by each method, where the peer has closed the connection or the time is up.
@@ -86,17 +87,17 @@ class BoundedExchange:
         self._ends_at = time.monotonic() + limit_s
 
     def send(self, content: bytes) -> None:
-        """Send all of it."""
+        """Send all bytes."""
         self._in_time().sendall(content)
 
     def take(self, size: int) -> bytes:
-        """Exactly so many bytes, few."""
+        """Receive exactly ``size`` bytes, for small sizes."""
         content = bytearray(size)
         self.fill(memoryview(content))
         return bytes(content)
 
     def fill(self, view: memoryview) -> None:
-        """Exactly as many bytes as the view has."""
+        """Receive exactly as many bytes as the view has, into it."""
         while view:
             got = self._in_time().recv_into(view)
             if not got:
@@ -104,10 +105,10 @@ class BoundedExchange:
             view = view[got:]
 
     def line(self, limit: int) -> bytes:
-        """One line with its end, and nothing of what follows.
+        """Receive one line with its end, and nothing of what follows.
 
         Args:
-            limit: bytes that it may have.
+            limit: largest number of bytes.
 
         Raises:
             WireError: it is longer.
@@ -123,7 +124,7 @@ class BoundedExchange:
         return bytes(found)
 
     def message(self, limit: int) -> dict[str, Any]:
-        """One line with a JSON object.
+        """Receive one line with a JSON object.
 
         Raises:
             WireError: it is none, or longer than ``limit`` bytes.
@@ -157,13 +158,13 @@ class BoundedExchange:
 
 
 def introduce(connection: socket.socket, secret: bytes, hello: Mapping[str, Any], limit_s: float) -> None:
-    """Caller's part of the handshake: say who this is, prove that it knows the secret, let the listener prove it.
+    """Caller's part of the handshake: send ``hello``, prove knowledge of the secret, and check the listener's proof.
 
     Args:
-        hello: what ``admit`` returns at the other end.
+        hello: JSON object that describes the caller; ``admit`` returns it at the other end.
 
     Raises:
-        WireError: who listens does not know the secret.
+        WireError: the listener does not know the secret.
         OSError: the connection is broken, or it took longer.
     """
     exchange, own = BoundedExchange(connection, limit_s), secrets.token_hex(16)
@@ -210,12 +211,12 @@ def _proof(secret: bytes, *words: str) -> str:
 
 
 def connect(host: str, port: int, secret: bytes, hello: Mapping[str, Any], limit_s: float) -> socket.socket:
-    """Connect to a door, and say who this is; without a timeout afterwards.
+    """Connect to a door and introduce this process; returns the connection, without a timeout.
 
-    A door with too many unknown callers ends the oldest of them, so that it is tried up to ``ATTEMPTS`` times.
+    A door with too many unknown callers closes the oldest connection, so it is tried up to ``ATTEMPTS`` times.
 
     Raises:
-        WireError: who listens there does not know the secret.
+        WireError: the listener does not know the secret.
         OSError: it cannot be reached in time.
     """
     ends_at = time.monotonic() + limit_s
@@ -236,7 +237,7 @@ def connect(host: str, port: int, secret: bytes, hello: Mapping[str, Any], limit
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """No delay of small messages, and signs of life while nothing is sent."""
+    """Set a connection to send small messages without delay, and keep-alive probes while it is idle."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_NODELAY, 1),
@@ -248,7 +249,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class MessageChannel:
-    """JSON objects over a connection whose ends know each other, each within a time and a length."""
+    """Channel of JSON objects over a connection after its handshake, each with a limit of time and length."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -280,11 +281,11 @@ class Door:
     """Listens on one address, on a free port, until ``close``.
 
     Args:
-        address: of this host; nothing that comes to another one is taken.
-        secret: that callers show.
-        serve: called with each caller's connection and hello, in a thread of its own; the connection is closed when it
-            returns. None: ``take`` returns them.
-        say: tells people, once, that a stranger was refused, and once that no descriptors are left.
+        address: address of this host on which it listens.
+        secret: secret that callers must know.
+        serve: function called with each caller's connection and hello, in a thread of its own; the connection is closed
+            when it returns. None: ``take`` returns them.
+        say: function that gets one message when a stranger is refused first, and one when no descriptors are left.
 
     Raises:
         OSError: the address is none of this host's, or there is no further descriptor or thread.
@@ -306,7 +307,7 @@ class Door:
         self._secret, self._serve, self._say = secret, serve, say
         self._lock = threading.Lock()
         self._unknown: dict[socket.socket, str] = {}
-        """Address of each caller that has not shown the secret yet, in the order in which they came."""
+        """Address of each caller that has not proved the secret yet, by connection, in order of arrival."""
         self._meeting = 0
         self._admitted: SimpleQueue[tuple[dict[str, Any], socket.socket]] = SimpleQueue()
         self._told: set[str] = set()
@@ -319,10 +320,10 @@ class Door:
             raise OSError(f"nothing can listen on {address}: {error}") from error
 
     def take(self, timeout_s: float) -> tuple[dict[str, Any], socket.socket]:
-        """The next caller's hello and connection, without a timeout.
+        """The next caller's hello and connection, which has no timeout.
 
         Raises:
-            TimeoutError: nobody came in time.
+            TimeoutError: nobody connected in time.
         """
         try:
             return self._admitted.get(timeout=max(0.0, timeout_s))
@@ -380,7 +381,7 @@ class Door:
             self._closed.wait(PAUSE_S)
 
     def _make_room(self, most: int) -> None:
-        """While more are unknown, end the oldest of the address with most of them; their threads close them."""
+        """While more than ``most`` are unknown, shut down the oldest of the address with most; its thread closes it."""
         with self._lock:
             while len(self._unknown) > most:
                 address = Counter(self._unknown.values()).most_common(1)[0][0]
@@ -389,7 +390,7 @@ class Door:
                 _shut(oldest)
 
     def _end_meeting(self, connection: socket.socket) -> bool:
-        """Count a connection among the unknown no more; returns whether it was until now."""
+        """Count the end of a handshake, and return whether its connection was still among the unknown ones."""
         with self._lock:
             self._meeting -= 1
             return self._unknown.pop(connection, None) is not None

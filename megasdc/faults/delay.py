@@ -42,14 +42,14 @@ def draw_delays(
     """Delays of one entry in one step of one replica, whichever ranks the entry applies to.
 
     Args:
-        index: of the entry in its list.
-        step: first is 1.
-        replica: its dp_rank.
-        micro_batches: of a step.
-        stages: of the pipeline.
+        index: index of the entry in its list.
+        step: optimizer step, first is 1.
+        replica: dp_rank of the replica.
+        micro_batches: number of micro-batches of a step.
+        stages: number of stages of the pipeline.
 
     Returns:
-        Seconds, [micro-batch, stage]: what ``Environment.draw`` returns for the delay at this index of its list.
+        Seconds, [micro-batch, stage], the same as ``Environment.draw`` for the delay at this index of its list.
 
     Raises:
         DataError: the entry's file cannot be read, or does not fit.
@@ -64,8 +64,8 @@ def check_delays(specs: Sequence[DelaySpec], micro_batches: int, stages: int) ->
 
     Args:
         specs: entries that passed the configuration's checks.
-        micro_batches: of a step.
-        stages: of the pipeline.
+        micro_batches: number of micro-batches of a step.
+        stages: number of stages of the pipeline.
 
     Raises:
         ConfigError: a file cannot be read, or does not fit; the message lists all such entries.
@@ -150,11 +150,11 @@ EVENT_KIND = "delay"
 
 
 class DelayReport(Hook):
-    """Injects delays into this run, warns of them at the start, and reports what each rank has slept.
+    """Injects delays into this run, warns of them at the start, and reports how long each rank has slept.
 
     Args:
         specs: the entries of `delay`, at least one.
-        interval: steps between two events of a rank.
+        interval: number of steps between two events of a rank.
 
     Attributes:
         delays: the hook that sleeps.
@@ -183,7 +183,7 @@ class DelayReport(Hook):
             run.events.emit(EVENT_KIND, "armed", step=run.step, spec=index, delay=said, ranks=ranks)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Report what this rank has slept since the last report."""
+        """Report how long this rank has slept since the last report."""
         if not self.delays.here or (run.step % self._interval and not run.is_last_step):
             return
         slept_s, cut_s = self.delays.take()

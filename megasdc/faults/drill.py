@@ -67,7 +67,7 @@ def _tell(events: EventLog, firing: Firing) -> None:
 
 
 def armed_text(faults: int, process_ranks: int) -> str:
-    """The faults that are armed, in words: in results and states, and ranks whose process is to fail."""
+    """Text on the armed faults, for messages: those in results and states, and ranks whose process is to fail."""
     results = f"{faults or 'no'} fault{'' if faults == 1 else 's'} in results and states"
     ranks = f"{process_ranks} rank{'' if process_ranks == 1 else 's'}"
     return f"{results}, {f'processes of {ranks}' if process_ranks else 'none in processes'}"
@@ -107,7 +107,7 @@ class FaultDrill(Hook):
                 harm_file(folder / record.name, run.step, self._injector)
 
     def state_dict(self) -> dict[str, Any]:
-        """How often each fault has changed bits on each rank, so that one with ``once`` does not fire again."""
+        """Number of times that each fault has changed bits on each rank; one with ``once`` does not fire again."""
         mine = ("", {}) if self._injector is None else (str(self._injector.rank), self._injector.state_dict())
         return {"changed": {rank: state for rank, state in gather_objects(mine, self._group) if state}}
 
@@ -117,7 +117,7 @@ class FaultDrill(Hook):
             self._injector.load_state_dict(state["changed"].get(str(self._injector.rank), {}))
 
     def on_end(self, run: Run) -> None:
-        """Report faults that never changed anything, and why."""
+        """Report faults that never changed anything, with the reasons."""
         tallies = gather_objects(self._injector.tallies if self._injector is not None else [], self._group)
         waiting = gather_objects(self._process.waiting if self._process is not None else [], self._group)
         if run.dims.rank != 0:

@@ -38,7 +38,7 @@ from megasdc.tensors.bits import as_bits, bit_layout, element_bits
 from megasdc.tensors.permuted import as_matrix, is_permuted
 
 _FIRE, _BURST, _ELEMENTS, _SAME = range(4)
-"""Purpose of a draw, part of its key; keeps draws for different purposes independent."""
+"""Purposes of a draw, part of its key, so that draws for different purposes are independent."""
 
 
 def is_here(spec: FaultPlace, dims: ParallelDims, host: str) -> bool:
@@ -63,7 +63,7 @@ class Draws:
     """Random draws of one spec on one rank.
 
     Args:
-        index: of the spec in its list.
+        index: index of the spec in its list.
         rank: global rank.
     """
 
@@ -78,8 +78,8 @@ class Draws:
         Args:
             step: optimizer step, first is 1.
             micro_batch: micro-batch in the step, or None.
-            name: names the tensor.
-            call: how often this address occurred before in this step.
+            name: name of the tensor.
+            call: number of earlier occurrences of this address in this step.
         """
         spec = self._spec
         if spec.burst is not None and not self._in_burst(step):
@@ -250,7 +250,7 @@ def _periodic(numel: int, elements: int, period: int, run: int, draws: np.random
 
 
 SHOWN = 16
-"""Elements of a firing that are recorded one by one."""
+"""Maximum number of elements of a firing that are recorded one by one."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Firing:
     Args:
         spec: index of the spec in the list, profiles expanded.
         kind: the spec's kind.
-        address: of the tensor. In a phase without submodules the name is the phase, in ``checkpoint`` the file's name.
+        address: address of the tensor; its name is the phase in one without submodules, in ``checkpoint`` the file's.
         rank: global rank.
         dtype: type of the elements.
         elements: number of chosen elements.
@@ -304,11 +304,11 @@ class Tally:
     Args:
         here: whether the spec applies to this rank.
         wide: whether the model has the spec's ``min_hidden_size``.
-        seen: matching results in its steps and micro-batches.
-        due: of those, how often the random draw chose to fire.
-        fired: how often it fired.
-        changed: how often some bit changed.
-        reasons: why it did not fire when it was due.
+        seen: number of matching results in its steps and micro-batches.
+        due: number of these for which the random draw chose to fire.
+        fired: number of firings.
+        changed: number of firings that changed a bit.
+        reasons: reasons why it did not fire when it was due.
     """
 
     here: bool = False
@@ -326,12 +326,13 @@ class Injector:
     Args:
         specs: the faults, without profiles (``config.expand_faults``).
         hidden_size: width of the model.
-        on_firing: called with every firing.
+        on_firing: function called with every firing.
         host: name of this rank's host; None: the system's host name.
-        vocab_size: ids that tokens may have; needed with phase ``tokens``.
+        vocab_size: number of token ids; needed with phase ``tokens``.
 
     Attributes:
-        limits: by phase of whole numbers, what they have to stay below; one that would not is not changed.
+        limits: exclusive upper limits of whole numbers, by phase; a number that a fault would move beyond is not
+            changed.
 
     Raises:
         ConfigError: a spec contradicts itself or names a rank outside the world.
@@ -417,7 +418,7 @@ class Injector:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """How often each spec has changed bits on this rank, by a key that changes with the spec."""
+        """Number of times that each spec has changed bits on this rank, by a key that changes with the spec."""
         return {self._key(index): tally.changed for index, tally in enumerate(self.tallies) if tally.changed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -440,7 +441,7 @@ class Injector:
         return self._fitting[key]
 
     def _count_call(self, address: Address) -> int:
-        """Earlier calls with this address in the step, so that a recomputation draws anew."""
+        """Number of earlier calls with this address in the step, so that a recomputation draws anew."""
         if address.step != self._calls_step:
             self._calls.clear()
             self._calls_step = address.step
@@ -520,7 +521,7 @@ def _integers(values: Tensor) -> Tensor:
 
 
 def _differs(before: Tensor, after: Tensor) -> Tensor:
-    """Where the bits differ; comparing values would make NaN differ from itself, and the two zeros equal."""
+    """Mask of elements whose bits differ; comparing values would make NaN differ from itself, and both zeros equal."""
     return _integers(before) != _integers(after)
 
 
@@ -549,7 +550,7 @@ def harmed_submodules(specs: Sequence[FaultSpec], submodules: Sequence[Submodule
 
     Args:
         specs: the faults of the whole run.
-        submodules: all of this stage.
+        submodules: all submodules of this stage.
     """
     patterns = {spec.submodule for spec in specs if spec.phase in PHASES}
     return [one for one in submodules if any(fnmatchcase(one.fqn, pattern) for pattern in patterns)]

@@ -20,7 +20,7 @@ from megasdc.parallel.dims import ParallelDims
 logger = logging.getLogger(__name__)
 
 OnProcessFault = Callable[[int, ProcessFaultSpec, int, int | None], None]
-"""Called with (index of the spec, spec, step, micro_batch) before the fault; for ``slow`` at its first pass only."""
+"""Function called with (index of the spec, spec, step, micro_batch) before the fault; for ``slow`` only once."""
 
 
 class ProcessFaults(Hook):
@@ -30,7 +30,7 @@ class ProcessFaults(Hook):
 
     Args:
         specs: all process faults of the run.
-        on_firing: called before the fault; what it writes must be on disk when it returns.
+        on_firing: function called before the fault; its writes must be on disk when it returns.
         fired_before: indices of specs that fired on this rank before it was restarted; they act again only with
             ``after_restart``, or if they are ``slow``.
         host: name of this rank's host; None: the system's host name.

@@ -41,13 +41,14 @@ COUNT = "step"
 
 
 class StateFaults(Hook):
-    """Injects faults into what a step stores or passes on besides results.
+    """Injects faults into data that a step stores or passes on besides results.
 
     Accumulated gradients before their sum over replicas; then the chain to the parameters: numbers of the norm, the
     clipped shard, numbers of the optimizer's groups, its states, the copy that is gathered; and the place in the data.
 
     Args:
-        engine: add the hook to its hooks where ``Injector.wants`` returns True.
+        engine: the training engine, whose hooks must include this object if ``Injector.wants`` returns True.
+        injector: the run's injector.
     """
 
     def __init__(self, engine: TrainingEngine, injector: Injector) -> None:
@@ -71,7 +72,7 @@ class StateFaults(Hook):
             engine.step_control.listen(lambda slot, number: injector(self._address(NORM, NORM, slot), number))
 
     def close(self) -> None:
-        """Remove what was added to the optimizer."""
+        """Remove this object's hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -79,7 +80,7 @@ class StateFaults(Hook):
             self._engine.step_control.listen(None)
 
     def before_step(self, run: Run) -> None:
-        """Inject into this rank's place in the data."""
+        """Inject into this rank's position in the data."""
         if PLACE not in self._wanted:
             return
         loader, position = run.loader, run.loader.position
@@ -90,7 +91,7 @@ class StateFaults(Hook):
             loader.position = replace(position, consumed=int(consumed))
 
     def before_reduction(self, engine: TrainingEngine) -> None:
-        """Inject into what this rank contributes to the sum over replicas."""
+        """Inject into this rank's gradients before their sum over replicas."""
         if COLLECTIVE not in self._wanted:
             return
         for fqn, slot, parameter in self._parameters:
@@ -106,7 +107,7 @@ class StateFaults(Hook):
                 self._harm_count(number, group)
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
-        """Inject into the copy that is gathered: what every replica gets from this rank.
+        """Inject into this rank's copy of updated parameters, which every replica gets.
 
         Collective: the data group, in the steps of such a fault.
         """
@@ -164,7 +165,7 @@ class StateFaults(Hook):
                 kept[COUNT] = self._number(f"{number}.{COUNT}", count)
 
     def _number(self, slot: str, value: float) -> float:
-        """The value itself, or what a fault makes of it."""
+        """The value, or the value that a fault puts in its place."""
         held = torch.tensor([value], dtype=torch.int64 if type(value) is int else torch.float64)
         harmed = self._injector.harm(self._address(HYPERPARAMETER, HYPERPARAMETER, slot), held)
         return held.item() if harmed else value
@@ -183,8 +184,8 @@ class HarmedBatches:
     An id that would leave the vocabulary is not changed, because a device fails on such an id.
 
     Args:
-        injector: made with ``vocab_size``.
-        engine: gives the running step and this rank's stage.
+        injector: an injector with ``vocab_size``.
+        engine: the training engine, with the running step and this rank's stage.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], injector: Injector, engine: TrainingEngine) -> None:
@@ -215,7 +216,7 @@ def harm_file(path: Path, step: int, injector: Injector) -> bool:
 
     Args:
         path: the file, not empty.
-        step: of its checkpoint.
+        step: optimizer step of its checkpoint.
 
     Returns:
         Whether some bit changed.
