@@ -129,7 +129,12 @@ def run_slice(tests: Sequence[str], limit_s: float, workers: int = 1) -> Ran:
         ]
         with open(log, "w+b") as out:
             process = subprocess.Popen(
-                [*command, *tests], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                [*command, *tests],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_heed_ctrl_c,
             )
             try:
                 process.wait(limit_s)
@@ -150,6 +155,11 @@ def run_slice(tests: Sequence[str], limit_s: float, workers: int = 1) -> Ran:
     passed = sum(results.get(one, ("", ""))[0] == "passed" for one in tests)
     unfinished = tuple(one for one in tests if one not in results)
     return Ran(commit(), date, round(time.monotonic() - began, 1), passed, failed, skipped, unfinished)
+
+
+def _heed_ctrl_c() -> None:
+    """Undo what a shell does to what it runs in the background: it ignores SIGINT, and so would pytest."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _results(report: Path) -> dict[str, tuple[str, str]]:
