@@ -134,7 +134,7 @@ def run_slice(tests: Sequence[str], limit_s: float, workers: int = 1) -> Ran:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_heed_ctrl_c,
+                preexec_fn=_heed_ctrl_c,  # noqa: PLW1509 - no other thread holds a lock here
             )
             try:
                 process.wait(limit_s)
