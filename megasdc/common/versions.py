@@ -217,7 +217,7 @@ def untested_versions(versions: Mapping[str, str], on_gpu: bool) -> str | None:
     """A warning that versions were not run together, or not on this kind of device; None: they were.
 
     Args:
-        versions: by component; a missing one counts as not run.
+        versions: version by component; a missing one counts as not run.
         on_gpu: whether ranks compute on NVIDIA GPUs.
     """
     unknown = [NAMES[name] for name in NAMES if name not in versions]
@@ -268,10 +268,10 @@ class NameOwner:
 
     Args:
         where: ``package.module``, ``package.module:Class`` or ``package.module:function``.
-        needed_by: what breaks without them.
+        needed_by: name of the feature that breaks without them.
         names: attributes that it must have; of a class also inherited ones.
         mentioned: names that its code must read or set: attributes of its objects, calls that an override replaces.
-        used_by: ``TRAINING``, ``LAUNCHER``, ``NODE`` or ``GUARD``.
+        used_by: kind of process: ``TRAINING``, ``LAUNCHER``, ``NODE`` or ``GUARD``.
     """
 
     where: str

@@ -32,8 +32,10 @@ class ChangedField:
     """One field with a changed value.
 
     Attributes:
-        old: in the checkpoint; the default where it has none.
-        new: of this start.
+        path: dotted path of the field.
+        old: value in the checkpoint; the default where it has none.
+        new: value of this start.
+        at_resume: effect of the change.
     """
 
     path: str
@@ -49,7 +51,8 @@ def find_changes(saved: Mapping[str, Any], config: RunConfig, saved_data: int, d
     """List the fields that differ, without those whose change has no effect.
 
     Args:
-        saved: the resolved file in the checkpoint.
+        saved: the resolved configuration in the checkpoint.
+        config: configuration of this start.
         saved_data: data-parallel size of the run that saved, for the batch sizes derived from it.
         data: data-parallel size of this start.
     """
@@ -73,7 +76,7 @@ def may_change(change: ChangedField, allowed: Collection[str], universal: bool) 
 
 
 def explain_refusal(refused: Iterable[ChangedField]) -> str:
-    """Message with the changed fields that prevent a resume, and what to do."""
+    """Message with the changed fields that prevent a resume, and the remedy."""
     refused = list(refused)
     kinds, lines = {change.at_resume for change in refused}, [f"  - {change}" for change in refused]
     remedies = ["Set the saved values again, or start a new run in another megasdc.logging.run_dir."]

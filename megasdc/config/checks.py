@@ -38,11 +38,11 @@ class BatchLayout:
     """Layout of the ranks, and batch sizes.
 
     Attributes:
-        world_size: all ranks, the product of the next three; in a study, those of one replica.
-        train_batch_size: samples of one step over all ranks.
-        micro_batch_size: samples of one micro-batch on one replica.
-        accumulation_steps: micro-batches of one step on one replica, the most where they are not equally many.
-        replicas: of a study, each of ``world_size`` ranks; 1 without.
+        world_size: number of all ranks, the product of the next three; in a study, of one replica's ranks.
+        train_batch_size: number of samples of one step over all ranks.
+        micro_batch_size: number of samples of one micro-batch on one replica.
+        accumulation_steps: number of micro-batches of one step on one replica, the largest where they differ.
+        replicas: number of replicas of a study, each of ``world_size`` ranks; 1 without a study.
     """
 
     world_size: int
@@ -61,7 +61,7 @@ class BatchLayout:
 
     @property
     def dealt_together(self) -> int:
-        """Samples in a row of the stream that one replica gets: whole micro-batches where they are dealt unevenly."""
+        """Number of successive samples that one replica gets: 1, or a micro-batch where they are dealt unevenly."""
         return self.micro_batch_size if self.is_uneven else 1
 
 
@@ -69,7 +69,8 @@ def check_layout(config: RunConfig, world_size: int, launch_size: int | None = N
     """Check that the layout and the batch sizes fit a number of ranks, all those of the run.
 
     Args:
-        launch_size: ranks with which the launch began, in whose numbers faults are placed; None: as many.
+        world_size: number of ranks of the run.
+        launch_size: number of ranks at the start of the launch, by whose numbers faults are placed; None: as many.
 
     Raises:
         ConfigError: the ranks do not fit the layout or the enabled features, a fault names a rank that does not exist,
@@ -230,13 +231,13 @@ def health_warnings(file: MegasdcSection) -> Iterator[str]:
 
 
 def settings_for(config: RunConfig, whole: BatchLayout, replicas: int) -> list[str]:
-    """What must be set for a number of replicas, texts ``a.b.c=value``.
+    """Overrides for a run that continues with fewer replicas, texts ``a.b.c=value``.
 
-    Where too few would be left without one more, the run is halted where that one would have been isolated.
+    If the loss of one more replica would leave too few, the policy becomes halt where it was isolate.
 
     Args:
         whole: layout of all replicas.
-        replicas: that go on.
+        replicas: number of replicas that continue.
     """
     settings = []
     if replicas < whole.data and "gradient_accumulation_steps" in config.deepspeed:
@@ -253,10 +254,10 @@ def settings_for(config: RunConfig, whole: BatchLayout, replicas: int) -> list[s
 
 
 def with_replicas(config: RunConfig, whole: BatchLayout, replicas: int) -> RunConfig:
-    """The configuration of a run that goes on with fewer replicas.
+    """The configuration of a run that continues with fewer replicas.
 
     Raises:
-        ConfigError: something in it contradicts that.
+        ConfigError: a setting contradicts the smaller number.
     """
     fewer = parse_config(config.resolved(), settings_for(config, whole, replicas), config.source, stored=True)
     return replace(fewer, allow_changed=config.allow_changed)

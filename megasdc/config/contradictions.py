@@ -371,7 +371,7 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
 
 
 def _isolation_problems(file: MegasdcSection) -> Iterator[Problem]:
-    """What the replicas need that go on: the state of the others, from memory, in a layout that is not theirs."""
+    """Problems of isolation: settings that remaining replicas need to load the state from memory at another layout."""
     memory = file.checkpoint.memory
     needed = {
         "checkpoint.memory.interval": (memory.interval, bool(memory.interval), "1"),

@@ -26,7 +26,7 @@ from megasdc.config.fields import (
 )
 
 SampleRange = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
-"""[first, end)."""
+"""First and end position of a range of samples, [first, end)."""
 
 
 class SourceSection(Section):
@@ -150,7 +150,7 @@ class DataSection(Section):
         return [part.path for part in self.blend] or [self.path]
 
     def prepare_command(self, config: Path, overrides: Iterable[str]) -> str:
-        """The command line that makes these data; parts of a blend are made from files of their own, none is named."""
+        """Command line that prepares these data; parts of a blend have configurations of their own, none is named."""
         words = ["megasdc", "prepare-data"]
         if not self.blend:
             words += ["--config", str(config)]
@@ -164,7 +164,7 @@ _PATHS = {
     "hub": "the name of a hub dataset",
     "megatron": "the prefix of a .bin and .idx, one of them, or a folder of them",
 }
-"""What `path` is of each kind that needs one."""
+"""Meaning of `path` for each kind of source that needs one."""
 
 
 def data_problems(data: DataSection) -> Iterator[Problem]:

@@ -11,10 +11,10 @@ UnnamedPolicy = Literal["halt", "repair", "warn"]
 Granularity = Literal["layer", "submodule", "gemm"]
 AUDITS, ALWAYS_ON = "audit.enabled", "sdc.always_on.enabled"
 CHECKS = f"{AUDITS} or {ALWAYS_ON} or sdc.golden"
-"""What can lead to a finding."""
+"""Settings of which at least one must be on for a finding, in the form of `Needs.settings`."""
 ISOLATES = " or ".join(f'sdc.policy.{name}="isolate"' for name in ("persistent", "intermittent", "not_reproduced"))
 TRAINING, EXTRA = "training", "extra"
-"""Which micro-batch an audit compares: the first of the step, or one that is none of it."""
+"""Micro-batch that an audit compares: the first of the step, or an extra one outside the step."""
 
 
 class PolicySection(Section):
@@ -180,10 +180,10 @@ class AuditSection(Section):
     )
 
     def is_due(self, step: int, save_interval: int) -> bool:
-        """Whether the number of a step makes it an audited one; ``save_interval``: steps, 0 for no checkpoints."""
+        """Whether a step is audited because of its number; ``save_interval``: number of steps, 0: no checkpoints."""
         after_save = self.verify_checkpoints and save_interval and step > 1 and (step - 1) % save_interval == 0
         return self.enabled and bool(step % self.interval == 0 or after_save)
 
     def source(self, step: int, replicas: int) -> int:
-        """The replica whose first micro-batch all replicas compute in an audited step: another at each audit."""
+        """Number of the replica whose first micro-batch all replicas compute in an audited step; they take turns."""
         return step // self.interval % replicas

@@ -47,7 +47,7 @@ NORM_SLOTS = ("part", "total", "factor", "blocks")
 """This rank's part of the squared norm before the sum over ranks, the norm, the factor applied to its shard, and the
 sums of blocks with which checks compare the norm."""
 HYPERPARAMETERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
-"""Those of Adam; the slot has the number of the group before the name, such as ``0.lr``."""
+"""Adam's hyperparameters; the slot has the number of the group before the name, such as ``0.lr``."""
 PLACE_SLOT = "consumed"
 BIT_KINDS = ("bit_flip", "stuck_at_0", "stuck_at_1")
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -354,7 +354,7 @@ def place_problems(
     """Yield ranks, replicas and stages that the layout does not have.
 
     Args:
-        replicas: of a study, each of that layout; then ``replica`` is one of them.
+        replicas: number of replicas of a study, each of that layout, which ``replica`` then numbers; None: no study.
     """
     of_study = "" if replicas is None else f" in each of {replicas} replicas"
     sizes = {
@@ -447,7 +447,7 @@ _PARAMETERS = sorted({name for names in PARAMETERS_OF.values() for name in names
 
 
 def delay_problems(specs: Sequence[DelaySpec]) -> Iterator[Problem]:
-    """Yield everything that is wrong with delays, whatever the number of ranks."""
+    """Yield the problems of delays that do not depend on the number of ranks."""
     for index, spec in enumerate(specs):
         path = f"megasdc.delay.{index}"
         for field, text in (*step_problems(spec), *_parameter_problems(spec), *_value_problems(spec)):

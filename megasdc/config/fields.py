@@ -1,4 +1,4 @@
-"""What sections are made of: their base class, fields with their types and relations, and what is said of a wrong one.
+"""Building blocks of sections: base class, fields with their types and relations, and messages about wrong ones.
 
 A field has a type that refuses what no run can use, an effect of a change at a resume, and perhaps settings without
 which it has no effect. Its type in words stands in messages and in the documentation.
@@ -21,7 +21,7 @@ from megasdc.common.credentials import REMEDY, SECRET_REMEDY, find_secrets
 LARGEST_INTEGER = 2**53
 """Largest integer that every JSON reader keeps exactly (RFC 8259, section 6); no counter needs a larger one."""
 ABSENT = "absent: "
-"""Begins, in a description, what a field is where it is not given, if the default of its class does not say it."""
+"""Prefix, in a description, of a field's meaning when it is not given, if the default of its class does not say it."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INTEGER)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
@@ -48,9 +48,9 @@ class Needs:
     """Settings without which a field has no effect.
 
     Attributes:
-        settings: all must hold. Each is a dotted path from the root of the sections, which must be none of false, 0,
-            null and empty, or ``path=value`` with the value as JSON; " or " separates alternatives.
-        refused: whether a value that asks for something is refused without them; False: it is warned of.
+        settings: settings that must all hold. Each is a dotted path from the root of the sections, whose value must be
+            none of false, 0, null and empty, or ``path=value`` with the value as JSON; " or " separates alternatives.
+        refused: whether a value that asks for something is refused without them; False: a warning is given.
     """
 
     settings: tuple[str, ...]
@@ -97,10 +97,10 @@ def setting(
     """A field of a section.
 
     Args:
-        default: of the field; ``...``: it must be given.
+        default: default of the field; ``...``: it must be given.
         description: meaning, unit, range, and what 0 or null means.
         at_resume: effect of a change at a resume, such as ``REFUSED``; None: the one that its section states.
-        needs: without what it has no effect, such as ``asks("audit.enabled")``; None: as its section states.
+        needs: settings without which it has no effect, such as ``asks("audit.enabled")``; None: those of its section.
     """
     extra = dict(at_resume or {})
     if needs is not None:
@@ -129,7 +129,7 @@ def at_resume_of(section: type[BaseModel], field: FieldInfo) -> AtResume:
 
 
 def needs_of(section: type[BaseModel], field: FieldInfo) -> Needs:
-    """Without what this field has no effect: as it states, or else its section."""
+    """Settings without which this field has no effect: those of the field, or else those of its section."""
     extra = field.json_schema_extra
     if isinstance(extra, dict) and "needs" in extra:
         return Needs(tuple(extra["needs"]), extra["without"] == "refused")  # type: ignore[arg-type, union-attr]
@@ -143,8 +143,8 @@ class Problem:
     Attributes:
         paths: dotted paths of the fields that it concerns, the one at fault first. A contradiction is not reported
             while one of its fields is wrong by itself.
-        what: what is wrong there: value got, value needed, remedy.
-        of_host: it is about files that this host lacks; a stored configuration is read where they need not be.
+        what: message with value got, value needed, and remedy.
+        of_host: whether it is about files that this host lacks; a stored configuration may be read without them.
     """
 
     paths: tuple[str, ...]
@@ -162,7 +162,7 @@ OWN_PLACES: dict[tuple[str | int, ...], str] = {
     ("comet", "api_key"): f"{_HIDDEN}; set COMET_API_KEY in the environment, or write ~/.comet.config (mode 0600).",
     ("megasdc", "checkpoint", "archive", "address"): f"{_HIDDEN}; {REMEDY}.",
 }
-"""What to do with the secrets for which there is a key."""
+"""Remedy for each key that holds a secret, by path."""
 
 
 def secret_problems(raw: Mapping[str, Any]) -> dict[tuple[str | int, ...], Problem]:

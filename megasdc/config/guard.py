@@ -23,7 +23,7 @@ from megasdc.config.sections import DeterminismSection, SuperviseSection
 
 Policy = Literal["halt", "warn"]
 _CHECKS = "audit.enabled or golden.path"
-"""What can lead to a finding."""
+"""Settings of which at least one must be on for a finding, in the form of `Needs.settings`."""
 
 
 class GuardAuditSection(Section):

@@ -146,10 +146,10 @@ element would shrink for ever and the element would freeze."""
 
 
 def gradient_hook_problems(spec: HookSpec, path: str, deepspeed: dict[str, Any]) -> Iterator[Problem]:
-    """Yield what is wrong with one entry by itself, or with DeepSpeed's keys.
+    """Yield the problems of one entry by itself, or with DeepSpeed's keys.
 
     Args:
-        path: where it is in its file.
+        path: dotted path of the entry in its file.
     """
     yield from _field_problems(spec, path)
     if spec.theta is not None and spec.hook in BOUNDS:
@@ -165,7 +165,7 @@ UNSUPPORTED = {
     ("bf16", "bf16_optimizer_states"): "the second moment must be fp32",
     ("fp16", "fp16_master_weights_and_grads"): "the second moment must be fp32",
 }
-"""DeepSpeed's keys that are incompatible with hooks, and why."""
+"""DeepSpeed's keys that are incompatible with hooks, with the reasons."""
 
 
 def bound_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:

@@ -110,9 +110,9 @@ def parse_config(
     Args:
         overrides: as in `load_config`.
         source: its origin, for messages.
-        stored: it is what `RunConfig.resolved` gave, maybe changed, maybe by a version that accepted what is refused
-            now: fields that lack what they need, secrets, and keys that are gone are reset or removed without a word,
-            in place of being refused; and files that it names may be those of another host.
+        stored: whether it is a saved result of `RunConfig.resolved`, perhaps changed or by an earlier version: fields
+            that lack what they need, secrets, and removed keys are then silently reset or removed instead of refused,
+            and files that it names may be those of another host.
 
     Raises:
         ConfigError: as `load_config`.

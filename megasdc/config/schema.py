@@ -38,12 +38,12 @@ from megasdc.config.read import dotted, is_unusable, shown, unusable_values
 
 Path_ = tuple[str | int, ...]
 Root = type[BaseModel]
-"""Class of a whole file."""
+"""Class whose fields are the keys of a whole file."""
 REMOVED = {
     "megasdc.sdc.always_on.toleranced": "what it warned of, sdc.always_on proves with slice_elements and rows",
 }
-"""Keys that earlier versions had, with what took their place: a file that still has one is refused, a stored one loses
-it without a word."""
+"""Keys of earlier versions, with their replacements: a file that still has one is refused, and one is silently removed
+from a stored configuration."""
 _HOME = re.compile(r"~([\w.-]*/|$)")
 
 
@@ -120,7 +120,7 @@ def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annota
 
 
 def _default_remedy(raw: Any, path: Path_, info: FieldInfo | None) -> str:
-    """What a field is without a value; empty where its meaning says so, which may depend on other fields."""
+    """Remedy to leave a field out, with its default; empty where it has none or its description says it."""
     if info is None or info.is_required() or ABSENT in (info.description or ""):
         return ""
     default = info.get_default(call_default_factory=True, validated_data={})
@@ -154,7 +154,7 @@ def _unknown_key(raw: Any, path: Path_, root: Root) -> Problem:
 
 
 def homes_of(key: str, root: Root, depth: int = 3) -> list[str]:
-    """Dotted paths that end in a key, as hints for a misplaced one; the shortest first, of at most so many names."""
+    """Dotted paths that end in a key, as hints for a misplaced one, shortest first, of at most ``depth`` names."""
     found = [key] if key in root.model_fields else []
     if depth > 1:
         for name, info in root.model_fields.items():
@@ -222,10 +222,10 @@ class Idle:
     """A field without effect.
 
     Attributes:
-        path: its dotted path from the root of the sections.
-        value: of it.
-        unmet: what it needs and lacks, alternatives as (path, wanted value as JSON or None, value got).
-        refused: as `Needs.refused`.
+        path: dotted path from the root of the sections.
+        value: value of the field.
+        unmet: settings that it needs and lacks, alternatives as (path, wanted value as JSON or None, value got).
+        refused: see `Needs.refused`.
     """
 
     path: str
@@ -234,12 +234,12 @@ class Idle:
     refused: bool
 
     def lacking(self, prefix: str) -> str:
-        """What is off, in words; ``prefix``: of the sections' root in the file, such as ``megasdc.``."""
+        """Text on the lacking settings; ``prefix``: prefix of the sections' root in the file, such as ``megasdc.``."""
         got = dict.fromkeys(f"{prefix}{path} {shown(value)}" for path, _, value in self.unmet)
         return " and ".join(got)
 
     def problem(self, prefix: str) -> Problem:
-        """The refusal."""
+        """The problem by which the field is refused."""
         others = tuple(dict.fromkeys(f"{prefix}{path}" for path, _, _ in self.unmet))
         wanted = {
             f"{prefix}{path}": " or ".join(_wanted(value, got) for other, value, got in self.unmet if other == path)
@@ -325,14 +325,14 @@ def sort_out(
 
 
 def _causes(idle: Idle, names: Sequence[str], reset: Mapping[str, Idle]) -> tuple[tuple[str, str | None, Any], ...]:
-    """What a field lacks because of overrides: what they set, and what turned off what was reset."""
+    """Settings that overrides have turned off and a field needs, by themselves or because other fields were reset."""
     causes = [one for one in idle.unmet if any(_covers(name, one[0]) for name in names)]
     causes += [cause for path, _, _ in idle.unmet if path in reset for cause in reset[path].unmet]
     return tuple(causes) or idle.unmet
 
 
 def _given_or_default(kind: type[BaseModel], given: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path of what a file gives, its default where it gives none."""
+    """Value at a dotted path of a file, or its default where the file gives none."""
     at: Any = given
     name, _, rest = path.partition(".")
     while True:
@@ -395,7 +395,7 @@ def _covers(name: str, path: str) -> bool:
 
 
 def _wanted(value: str | None, got: Any) -> str:
-    """What to set, in words, in place of what was got."""
+    """Text on the value to set in place of the value got."""
     if value is not None:
         return f"to {value}"
     return "true" if isinstance(got, bool) else "to 1 or more" if isinstance(got, int) else ""

@@ -386,7 +386,7 @@ class StudySection(Section):
 
 
 _TESTS = "supervise.returns or supervise.spare_test_s or supervise.ledger"
-"""What tests hosts."""
+"""Settings that make a run test hosts, in the form of `Needs.settings`."""
 
 
 class SuperviseSection(Section):

@@ -42,10 +42,10 @@ _MAX_VALUE_CHARACTERS = 1 << 28
 _MAX_RETRIED_CHARACTERS = 1 << 17
 """As `_MAX_VALUE_CHARACTERS`, of a value that begins within another one that cannot be read."""
 _NUM_FIRST_LINES = 1000
-"""Lines after the first of a .json file in which an object with the text is looked for."""
+"""Number of lines after the first of a .json file in which an object with the text is searched."""
 _MAX_FIRST_LINE_BYTES = 1 << 28
 _MAX_FIRST_BYTES = 1 << 24
-"""Bytes of those lines."""
+"""Maximum number of bytes of those lines."""
 _BATCH_ROWS = 1024
 _BYTE_ORDER_MARK = "\ufeff"
 _WHITESPACE = " \t\r\n"
@@ -53,7 +53,7 @@ _DECODER = json.JSONDecoder()
 _PAIRS = json.JSONDecoder(object_pairs_hook=list, parse_int=float)
 _LONG_NUMBERS = json.JSONDecoder(parse_int=float)  # Python refuses to convert whole numbers of more than 4,300 digits
 _AFTER = {"": "[", "[": "]", "value": ",]", ",": "", "]": ""}
-"""What may follow in an array of JSON, besides values."""
+"""Characters that may follow each token of an array of JSON, besides values."""
 
 
 class LeftOut(Counter[str]):
@@ -154,7 +154,7 @@ def collect_texts(
 
 
 def json_problem(path: Path, field: str) -> tuple[str, bool] | None:
-    """Why a .json file is not one of JSON lines, of which one of the first is an object with the field; None: it is.
+    """Reason why a .json file is not one of JSON lines with an object with the field among the first; None: it is.
 
     A file that cannot be unpacked counts as one, so that reading it reports that, and so does one of blanks.
 
@@ -221,7 +221,7 @@ def _unpacker(path: Path) -> str:
 
 
 def _surrogate(text: str) -> str:
-    """What is wrong with a text that is not UTF-8; empty: it is."""
+    """Problem of a text that is not UTF-8; empty: it is."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -515,7 +515,7 @@ class _Unpacked(io.RawIOBase):
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
-        """Yes."""
+        """Always true: the file can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:

@@ -27,11 +27,11 @@ from megasdc.data.sources import describe_source, list_pairs
 from megasdc.data.tokenizer import Tokenizer
 
 BLOCK_TOKENS = 1 << 22
-"""Tokens that are read at once; more if one document has more."""
+"""Number of tokens that are read at once; more if one document has more."""
 BLOCK_ENTRIES = 1 << 20
-"""Entries of an index that are read at once."""
+"""Number of entries of an index that are read at once."""
 MAX_DOCUMENT_TOKENS = 2**31 - 3
-"""Tokens of a document, to which two may be added; Megatron's index has its length as int32."""
+"""Maximum number of tokens of a document, to which two may be added; Megatron's index has its length as int32."""
 SAMPLE_TOKENS = 64
 SAMPLE_CHARACTERS = 200
 
@@ -72,13 +72,13 @@ class IdSource:
     """The documents of one source of kind ``megatron``; every id is checked when it is built.
 
     Args:
-        beginning: id that every document begins with; None: any.
-        advance: called with the tokens of each block that is checked.
+        beginning: id with which every document begins; None: any.
+        advance: function called with the number of tokens of each block that is checked.
 
     Attributes:
-        num_documents: documents that hold tokens, at most `max_documents`.
-        skipped: what was skipped: empty pairs and documents, other files of a folder.
-        record: what the files hold.
+        num_documents: number of documents with tokens, at most `max_documents`.
+        skipped: counts of skipped empty pairs and documents, and of other files of a folder.
+        record: counts of the files' content.
 
     Raises:
         DataError: a file is missing, damaged or of another format; an id is not one of the tokenizer's; no document.
@@ -194,10 +194,10 @@ class IdSource:
 
 
 def describe_ids(source: SourceRecord, tokenizer: TokenizerRecord, path: str | None, bos: bool) -> list[str]:
-    """What was copied from a source of ids, and what was taken for granted, as sentences.
+    """Sentences on the ids copied from a source, and on what was assumed about them.
 
     Args:
-        path: the tokenizer's, of the settings.
+        path: path of the tokenizer in the settings.
         bos: `data.bos`.
     """
     ids = source.ids
@@ -306,7 +306,7 @@ def _refuse_modes(index: Path, num_sequences: int, start: int) -> None:
 
 
 def _document_ends(index: Path, num_sequences: int, bounds: np.ndarray, item: int, tokens: Path) -> np.ndarray:
-    """Where documents end in a ``.bin``, in tokens of ``item`` bytes; DataError if it does not fit."""
+    """Ends of documents in a ``.bin``, in tokens of ``item`` bytes, [documents]; DataError if they do not fit."""
     num_bytes = _size(tokens)
     ends = np.zeros(len(bounds), np.int64)
     total = 0

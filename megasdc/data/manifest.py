@@ -58,10 +58,11 @@ class IdsRecord(_Record):
 
     Attributes:
         dtypes: NumPy names of the types of tokens in its files.
-        num_ended: documents whose last token was the end-of-document id; the others were given one.
-        num_ends_within: such ids anywhere else.
-        num_begun: documents whose first token was the beginning-of-sequence token; None: the tokenizer has none.
-        sample: how the first document begins, decoded.
+        num_ended: number of documents whose last token was the end-of-document id; the others were given one.
+        num_ends_within: number of such ids anywhere else.
+        num_begun: number of documents whose first token was the beginning-of-sequence token; None: the tokenizer has
+            none.
+        sample: decoded beginning of the first document.
     """
 
     num_pairs: int = Field(ge=1)
@@ -102,7 +103,7 @@ class TokenizerRecord(_Record):
 
 
 class RoundTripRecord(_Record):
-    """What the tokenizer keeps of a sample of the sources: shares of its characters, see `RoundTrip`."""
+    """Shares of a sample's characters that the tokenizer changes or does not know, see `RoundTrip`."""
 
     num_characters: int = Field(gt=0)
     changed_share: float = Field(ge=0, le=1)
@@ -135,7 +136,7 @@ class DataManifest(_Record):
         dtype: NumPy name of a token in the ``.bin`` files.
         unigram_entropy_nats: entropy of the token frequencies of the training split, in nats per token: the loss of a
             model that knows only frequencies.
-        files: all files but the manifest, by path relative to the folder.
+        files: size and checksum of all files but the manifest, by path relative to the folder.
         round_trip: None: there was no text, or the data were prepared by a version that did not measure it.
         block_bytes: see `megasdc.data.manifest`; None: the files have no checksums of blocks (format version 1).
     """
@@ -275,8 +276,8 @@ def verify_prepared(folder: Path | str, quick: bool = True) -> DataManifest:
     """Check that a folder of prepared data is complete and unchanged; returns its manifest.
 
     Args:
-        quick: check the size and a few blocks of each ``.bin`` file, and every byte of all others; false: every byte of
-            all files.
+        quick: whether only the size and a few blocks of each ``.bin`` file are checked, and every byte of all others;
+            otherwise every byte of all files.
 
     Raises:
         DataError: a file is missing, has another size or checksum; names it.
@@ -331,7 +332,7 @@ def check_folder(folder: Path, advance: Callable[[int], None] = lambda size: Non
     """Verify every byte of prepared data; report all problems, not only the first.
 
     Args:
-        advance: called with the bytes of each piece read.
+        advance: function called with the number of bytes of each piece read.
     """
     try:
         manifest = DataManifest.load(folder)
@@ -528,7 +529,7 @@ class DirectReader:
     It shares neither mapping nor record of checked blocks with the reader of training.
 
     Args:
-        checksums: None: the data were prepared without; nothing is checked.
+        checksums: checksums of the file's blocks; None: the data were prepared without, and nothing is checked.
     """
 
     def __init__(self, path: Path, checksums: BlockChecksums | None, size_bytes: int) -> None:

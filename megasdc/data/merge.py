@@ -56,8 +56,8 @@ def merge_shards(
 ) -> tuple[dict[str, SplitRecord], np.ndarray, str]:
     """Write ``train.bin``, ``train.idx`` and so on from shards and sources of ids, documents in stream order.
 
-    ``splits``: of each document, [documents]; ``vocab_size`` determines the width of a token, by Megatron's rule;
-    ``advance`` gets 1 for each part. Returns the sizes of the splits that hold documents, the frequency of each id
+    ``splits``: split of each document, [documents]; ``vocab_size`` determines the width of a token, by Megatron's rule;
+    ``advance`` is called with 1 for each part. Returns the sizes of splits with documents, the frequency of each id
     in the training split, [v] int64, and the NumPy name of the tokens' type.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

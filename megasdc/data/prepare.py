@@ -67,9 +67,9 @@ from megasdc.data.tokenizer import (
 logger = logging.getLogger(__name__)
 
 TRIED_CHARACTERS = 100_000
-"""Characters of each source that the tokenizer is tried on before all are encoded."""
+"""Number of characters of each source on which the tokenizer is tried before all are encoded."""
 MAX_UNKNOWN_SHARE = 0.5
-"""A tokenizer that knows less of its sample is refused, unless `data.tokenizer.accept_unknown`."""
+"""Share of unknown characters in its sample above which a tokenizer is refused, unless `tokenizer.accept_unknown`."""
 STREAMED_SAMPLE_FACTOR = 4
 """The tokenizer's sample of a streamed source comes from its first `train_characters` times this factor."""
 
@@ -86,9 +86,9 @@ def prepare(
 
     Args:
         out_dir: the folder to make; None: `section.path`.
-        workers: tokenizing processes; the result does not depend on it.
-        progress: show a progress bar on standard error.
-        force: replace prepared data that are damaged or have other settings.
+        workers: number of tokenizing processes; the result does not depend on it.
+        progress: whether a progress bar is shown on standard error.
+        force: whether prepared data that are damaged or have other settings are replaced.
         shard_characters: characters per shard, the unit lost when a run is killed. The result does not depend on it.
 
     Returns:
@@ -194,7 +194,7 @@ def _open_ids(
 
 
 def _try_tokenizer(section: DataSection, tokenizer: Tokenizer) -> RoundTripRecord | None:
-    """What the tokenizer keeps of a sample of all sources; DataError if it knows less than half and may not."""
+    """Round trip of a sample of all sources; DataError if the tokenizer does not know half and that is not accepted."""
     sources = [source for source in section.sources if source.kind != MEGATRON]
     texts = [text for source in sources for text in sample_starts(source, TRIED_CHARACTERS)]
     found = measure_round_trip(tokenizer, texts)

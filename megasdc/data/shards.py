@@ -29,8 +29,8 @@ SHARD_CHARACTERS = 1 << 20
 class Shard:
     """The tokens of consecutive documents, one after the other, [total tokens] int32, or as a source of ids has them.
 
-    ``lengths``: tokens of each document with its end-of-document token, [documents] int64; ``num_bytes``: UTF-8 bytes
-    of each, [documents] int64; None: its text is not known.
+    ``lengths``: number of tokens of each document, its end-of-document token included, [documents] int64;
+    ``num_bytes``: number of UTF-8 bytes of each, [documents] int64; None: its text is not known.
     """
 
     tokens: np.ndarray

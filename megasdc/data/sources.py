@@ -48,7 +48,7 @@ PAIR = (".bin", ".idx")
 NOT_PAIRS = "files that are neither .bin nor .idx"
 """Reason for skipping files of its folder."""
 NUM_SAMPLED_FILES = 32
-"""At most so many files of a source are in the sample that a tokenizer is tried on."""
+"""Maximum number of files of a source in the sample on which a tokenizer is tried."""
 LICENCES = {
     "stdlib": "Python Software Foundation License Version 2; parts under licences named in their files",
     "files": "not known to megasdc: see where the files come from",
@@ -84,7 +84,7 @@ def iterate_documents(section: SourceSection, skipped: LeftOut | None = None) ->
 
 
 def describe_skipped(reason: str, count: int, places: Mapping[str, Sequence[str]]) -> str:
-    """What was skipped for one reason, as text: number, first places, and for files that are not read the remedy.
+    """Text on the documents skipped for one reason: number, first places, and a remedy for files that are not read.
 
     ``places``: as of `LeftOut`, by reason.
     """

@@ -35,7 +35,7 @@ _FURTHER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Of a Hugging Face tokenizer, besides files whose name begins with ``tokenizer``."""
+"""Files of a Hugging Face tokenizer besides those whose name begins with ``tokenizer``."""
 _ON_THE_HUB = ["*.json", "*.txt", "*.jinja", "*.model", "*.spm", "*.bpe", "*.codes"]
 """Patterns of a tokenizer's files in a model's repository, and of the configuration that may tell its class."""
 BACKEND_FILE = "backend.json"
@@ -63,7 +63,7 @@ class Tokenizer(ABC):
 
     Attributes:
         kind: ``sentencepiece`` or ``huggingface``.
-        vocab_size: ids are in [0, vocab_size).
+        vocab_size: number of ids, which are in [0, vocab_size).
         end_of_document: the id put after every document; never produced from text.
         checksum: XXH3-64 of the model files.
         unknown: the id of text that the tokenizer does not know; None: there is none.
@@ -324,7 +324,7 @@ def _loads(folder: Path, wanted: tuple[Any, ...]) -> bool:
 
 
 def _behaviour(model: Any) -> tuple[Any, ...]:
-    """What decides about ids: the class, special ids, ids of some texts, and the definition of the Rust part."""
+    """Properties that determine ids: the class, special ids, ids of some texts, and the definition of the Rust part."""
     special = (len(model), model.bos_token_id, model.eos_token_id, model.unk_token_id)
     ids = model(list(PROBES), add_special_tokens=False, split_special_tokens=True)["input_ids"]
     # Last: the first call sets truncation and padding, which are part of the definition.
@@ -406,10 +406,10 @@ def load_tokenizer(kind: str, path: Path | str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """What a tokenizer keeps of a sample of text.
+    """Counts of characters of a sample of text that was encoded and decoded.
 
-    ``changed``: characters that decoding loses, or adds if those are more; ``unknown``: characters that become unknown
-    ids.
+    ``changed``: number of characters that decoding loses, or adds if those are more; ``unknown``: number of characters
+    that become unknown ids.
     """
 
     num_characters: int

@@ -36,7 +36,7 @@ from megasdc.parallel import groups
 from megasdc.tensors.bits import are_finite
 
 MAX_DIFFERENCE = 1e-4
-"""Of two logits, relative to the largest one, and of a layer; that of equal models in fp32 is some 1e-6."""
+"""Largest allowed difference of two logits, relative to the largest one, and of a layer; of equal models some 1e-6."""
 MAX_NOISE_FACTOR = 10
 """A layer's difference is that of another model above this multiple of what rounding changes there."""
 NUM_TOKENS = 64
@@ -45,9 +45,9 @@ _GB = 1e9
 _BLOCK = re.compile(r"(.*\.\d+)\..*")
 _LAYER = re.compile(r".*\.(\d+)")
 _EMBEDDINGS = "embeddings"
-"""Name of what enters the first layer."""
+"""Name of the first layer's input."""
 _NUM_NAMED = 3
-"""Wrong layers that an error names."""
+"""Maximum number of wrong layers that an error names."""
 _ROUNDING = torch.finfo(torch.float32).eps
 _WITHOUT_EFFECT = (
     "attn_implementation", "_attn_implementation", "return_dict", "use_return_dict", "output_attentions",
@@ -101,14 +101,14 @@ def compare_logits(
     """Compare the logits of weights with those that ``transformers`` computes from a folder, on random tokens.
 
     Args:
-        weights: whose logits megasdc computes.
+        weights: weights with which megasdc computes logits.
         shards: tensors of the folder, checked against the model.
         rounded_to: type to which the folder's tensors were rounded, to which ours are too; None: they were not.
-        progress: draw a bar on standard error where it is a terminal.
+        progress: whether a bar is drawn on standard error where it is a terminal.
 
     Returns:
-        The largest differences; or why logits were not compared: there is not enough memory, they are not finite,
-        ``transformers`` cannot compute the model, or rounding changes a layer as much as it differs.
+        The largest differences; or the reason why logits were not compared: there is not enough memory, they are not
+        finite, ``transformers`` cannot compute the model, or rounding changes a layer as much as it differs.
 
     Raises:
         ConfigError: a layer or logits differ by more than ``MAX_DIFFERENCE`` and by more than rounding explains.

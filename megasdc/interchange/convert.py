@@ -54,7 +54,7 @@ from megasdc.config.deepspeed import precision_of
 from megasdc.model.sharding import UNIVERSAL_INFO_KEY
 
 CONVERTING_PREFIX = ".converting_"
-"""Of the temporary folder; not the prefix of unfinished saves, which every start of a run removes."""
+"""Prefix of the temporary folder's name; not that of unfinished saves, which every start of a run removes."""
 _CHILD = Path(__file__).with_name("conversion_child.py")
 _INPUT, _OUTPUT = "source", "universal"
 _LOG = "conversion.log"
@@ -82,11 +82,11 @@ class ConversionReport:
     skipped: dict[str, list[str]]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """The report as plain values."""
         return asdict(self)
 
     def render(self) -> str:
-        """The same for people."""
+        """The report as text."""
         lines = [f"{name} was skipped: {'; '.join(problems)}" for name, problems in self.skipped.items()]
         lines.append(
             f"{self.source} (step {self.step}, {self.source_layout}) is now {self.path}: {self.num_parameters} "
@@ -109,9 +109,9 @@ def convert_to_universal(
     Args:
         path: folder of a checkpoint, or of several: the newest complete one is converted.
         out: folder to write; None: ``universal_step_NNNNNNNN`` beside the checkpoint.
-        force: replace an existing universal checkpoint.
-        workers: processes that read and write; each holds one optimizer shard. None: one per CPU, at most 4.
-        progress: draw on standard error where it is a terminal.
+        force: whether an existing universal checkpoint is replaced.
+        workers: number of processes that read and write; each holds one optimizer shard. None: one per CPU, at most 4.
+        progress: whether progress is drawn on standard error where it is a terminal.
 
     Raises:
         CheckpointError: the source is damaged or incomplete, was saved without the required information, the conversion

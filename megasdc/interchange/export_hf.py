@@ -58,8 +58,8 @@ class Encoding:
     """How ``AutoTokenizer`` of an exported folder gives the ids of prepared data.
 
     Args:
-        call: expression that gives them; None: none does.
-        text: for the export's ``README.md``.
+        call: Python expression that gives them; None: none does.
+        text: text for the export's ``README.md``.
         adds: whether ``tokenizer(text)`` alone adds or lacks ids, rather than taking text for special tokens.
     """
 
@@ -72,9 +72,10 @@ def describe_encoding(tokenizer: Tokenizer, folder: Path, beginning: int | None,
     """Compare ``AutoTokenizer`` of an exported folder, which holds the model's configuration too, with the tokenizer.
 
     Args:
-        tokenizer: that of the prepared data.
+        tokenizer: tokenizer of the prepared data.
+        folder: the exported folder.
         beginning: id that was put before every document; None: none.
-        whose: what has the ids of the tokenizer, for the text, such as "the data of training".
+        whose: name of the data with the tokenizer's ids, for the text, such as "the data of training".
     """
     import transformers
 
@@ -120,7 +121,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, beginning: int | None =
         beginning: id that was put before every document: ``AutoTokenizer`` of a SentencePiece model then adds it too.
 
     Returns:
-        None if ``AutoTokenizer`` gives the same ids; else why it cannot be used and what to do.
+        None if ``AutoTokenizer`` gives the same ids; else the reason why it cannot be used, with the remedy.
     """
     if not isinstance(tokenizer, SentencePieceTokenizer):
         tokenizer.save(folder)
@@ -399,8 +400,8 @@ def export_hf(
             those of the bf16 weights, not of the optimizer's fp32 copies.
         max_shard_size: bytes of one safetensors file, such as ``2GB``; a larger tensor gets a file of its own.
         tokenizer: folder or file of the tokenizer; None: that of the prepared data.
-        force: replace an earlier export.
-        progress: draw bars on standard error where it is a terminal.
+        force: whether an earlier export is replaced.
+        progress: whether bars are drawn on standard error where it is a terminal.
 
     Raises:
         ConfigError: no class of ``transformers`` can express the model, a bad argument, ``out`` exists, or
@@ -555,7 +556,7 @@ class _SpecialIds:
     """Ids of special tokens of an export, by their keys in ``config.json``.
 
     ``origin``: imported weights whose ``generation_config.json`` is passed on, if they have one; None: it is written
-    from the ids. ``text``: what is said of them.
+    from the ids. ``text``: text on them for the export's ``README.md``.
     """
 
     ids: Mapping[str, int | list[int] | None]
@@ -564,7 +565,7 @@ class _SpecialIds:
 
 
 def _special_ids(weights: WeightSource, beginning: int | None, tokenizer: Tokenizer) -> _SpecialIds:
-    """Those that were imported, also of a run that has started from them, as far as it was trained with them.
+    """Ids that came with imported weights, also for a run that started from them, as far as it was trained with them.
 
     ``beginning``: the id before a document in training; None: there was none.
     """
@@ -614,7 +615,7 @@ def _write_configs(folder: Path, weights: WeightSource, special: _SpecialIds, en
 
 
 def _write_readme(folder: Path, weights: WeightSource, ids: str, tokenizer: str, result: ExportResult) -> None:
-    """``ids``, ``tokenizer``: what is said of them."""
+    """Write ``README.md``; ``ids``, ``tokenizer``: texts on them."""
     of = f"imported from {weights.manifest.source}" if isinstance(weights, InitialWeights) else f"step {result.step}"
     text = (
         f"# {result.architecture}, {result.num_parameters:,} parameters\n\n{EXPORTED_BY}, {of}.\n{ids}\n\n"

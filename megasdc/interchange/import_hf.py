@@ -73,8 +73,8 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
 
     Args:
         source: a local folder, or a name on the hub.
-        force: replace an earlier import.
-        progress: draw a bar on standard error where it is a terminal.
+        force: whether an earlier import is replaced.
+        progress: whether a bar is drawn on standard error where it is a terminal.
 
     Raises:
         ConfigError: the architecture is not supported, ``out`` exists, or ``transformers`` computes other logits.
@@ -143,7 +143,7 @@ def import_hf(source: Path | str, out: Path | str, *, force: bool = False, progr
 
 
 def _unknown_ids(token_ids: dict[str, int | list[int] | None], rows: int) -> list[str]:
-    """What is to be said of ids of special tokens that the vocabulary has not; many models have such a pad_token_id."""
+    """Note on ids of special tokens that the vocabulary lacks, as the pad_token_id of many models."""
     return [
         f"{key} {value} in config.json is outside the vocabulary of {rows}: it is kept as it is, in exports too"
         for key, value in token_ids.items()

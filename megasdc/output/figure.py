@@ -61,20 +61,20 @@ class Series:
 
     @classmethod
     def of(cls, points: Sequence[tuple[int, float]]) -> Series:
-        """Of (step, value) in any order."""
+        """Series of (step, value) pairs in any order."""
         ordered = sorted(points, key=lambda point: point[0])
         values = np.array([value for _, value in ordered], dtype=np.float64)
         return cls(np.array([step for step, _ in ordered], dtype=np.int64), values)
 
     @property
     def positive(self) -> Series:
-        """With NaN in place of what has no place on a logarithmic axis."""
+        """The series with NaN in place of values that are not above 0, for a logarithmic axis."""
         return Series(self.steps, np.where(self.values > 0, self.values, np.nan))
 
 
 @dataclass(frozen=True)
 class Version:
-    """What a figure shows for one choice of its reader.
+    """Traces and layout of a figure for one choice of its reader.
 
     ``chosen``: a value of each of the figure's choices; empty ``traces`` hide the figure.
     """
@@ -105,7 +105,7 @@ class Figure:
     text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Input of the page's script."""
+        """The figure as input of the page's script."""
         found: dict[str, Any] = {"name": self.name, "traces": self.traces, "layout": self.layout}
         found |= {"on_steps": self.on_steps, "choices": self.choices}
         return found | {"versions": [vars(one) for one in self.versions]}
@@ -260,7 +260,7 @@ def rule(colour: str, x: float | None = None, y: float | None = None, dash: str 
 
 
 def told_of(series: Mapping[str, Series]) -> str:
-    """Addition to a caption on points that are thinned out or not finite; empty where there are none."""
+    """Sentence for a caption on points that are thinned out or not finite; empty where there are none."""
     parts = []
     for name, one in series.items():
         kept = len(thin(one.values))

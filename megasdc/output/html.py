@@ -29,8 +29,9 @@ def write_page(page: Page, path: Path, option: str = "--html", made: str = "") -
 
     Args:
         path: the file; replaced.
-        option: of the command line that names the file, for the error message.
-        made: the last line of the page.
+        page: the result.
+        option: command-line option that names the file, for the error message.
+        made: last line of the page.
 
     Raises:
         StorageError: it cannot be written.

@@ -55,13 +55,13 @@ class Table:
     """A table; in a page it can be sorted by every column and filtered.
 
     Args:
-        name: of its file, and its anchor in the page.
+        name: name of its file, and of its anchor in the page.
         rows: as many values as headings: cells, or what ``cell`` makes cells of.
         filters: headings of columns that have a filter.
         shown: maximum of rows in a page; the file has all.
         searched: whether there is a search field.
-        title: above it; empty: none.
-        note: how to read it, below it.
+        title: title above it; empty: none.
+        note: explanation below it.
         listed: maximum of rows on a terminal; None: all.
         elsewhere: columns that a terminal leaves out.
         complete: what holds the rows that are not in the page; empty: its file of ``--figures``.
@@ -209,11 +209,11 @@ class Page:
     """A result to be shown: the verdict in the first line, sentences, tiles, notes and sections.
 
     Args:
-        title: of the window.
+        title: title of the window.
         state: colour of the verdict.
         tiles: the main numbers by label.
-        notes: what was ignored and why.
-        kind: of the report, for ``--json`` of ``megasdc report``.
+        notes: sentences on ignored data, with the reasons.
+        kind: kind of the report, for ``--json`` of ``megasdc report``.
         summary: the output of ``--json``, plain values.
     """
 
