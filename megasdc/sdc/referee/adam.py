@@ -57,7 +57,7 @@ def adam_step(
 
     Args:
         gradient: [n], after unscaling and clipping.
-        step: of the optimizer, the first is 1.
+        step: step of the optimizer, the first is 1.
 
     Returns:
         The slice after the step, fp64; and for each element the sum of the magnitudes of its terms, fp64, to which
@@ -83,7 +83,7 @@ def adam_step(
 
 
 def adam_bounds(before: AdamSlice, gradient: Tensor, step: float | Tensor, settings: AdamSettings) -> AdamSlice:
-    """How far rounding to fp32 may take the slice after a step from ``adam_step``; arguments as there.
+    """Largest differences of a slice after a step from ``adam_step`` by rounding to fp32; arguments as there.
 
     With unit roundoff u, and in the order master, first and second moment of ``torch.optim.adam``:
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from megasdc.sdc.referee.rounding import INACCURACY, WORKING, Exact, gamma, rounded
 
 BLOCK = 16
-"""Fewest keys of a block: what was summed is scaled again so often."""
+"""Smallest number of keys of a block, after each of which sums are scaled again."""
 
 
 def rotated(values: Tensor, cosine: Tensor, sine: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries or keys after their rotation, [..., d] fp64, and what rounding may take each off by.
+    """Queries or keys after their rotation, [..., d] fp64, and the largest error of each by rounding.
 
     Args:
         cosine: [..., d], and sine, whose first half is negated.
@@ -83,26 +83,26 @@ def attended(
 
 
 ROWS = 512
-"""Rows of the weights that are in memory at a time."""
+"""Number of rows of the weights that are in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Off:
-    """Numbers in fp64, and what each may be off by; of the same shape."""
+    """Numbers in fp64, and the largest error of each; of the same shape."""
 
     values: Tensor
     bounds: Tensor
 
     @property
     def reach(self) -> Tensor:
-        """The largest magnitude that each may have."""
+        """Largest magnitude that each number may have."""
         return self.values.abs() + self.bounds
 
     def __add__(self, other: Off) -> Off:
         return Off(self.values + other.values, self.bounds + other.bounds)
 
     def rounded(self, kind: torch.dtype, times: int = 1) -> Off:
-        """After more roundings to a type."""
+        """The numbers with the errors of more roundings to a type."""
         bounds = self.bounds
         for _ in range(times):
             bounds = rounded(bounds, self.values, kind)
@@ -110,7 +110,7 @@ class Off:
 
 
 def given(values: Tensor) -> Off:
-    """As they were given."""
+    """Given numbers, without error."""
     values = values.double()
     return Off(values, torch.zeros_like(values))
 
@@ -159,7 +159,7 @@ def head_gradients(
 
 
 def unrotated(turned: Off, cosine: Tensor, sine: Tensor, kind: torch.dtype) -> Off:
-    """The gradient of what was rotated, from that of the rotated; [T, d] each, the sine's first half negated."""
+    """Gradient before the rotation, from the one after it; [T, d] each, the sine's first half negated."""
     cosine, sine = cosine.double(), sine.double()
     half = turned.values.shape[-1] // 2
     across = Off((turned.values * sine).roll(half, -1), (turned.bounds * sine.abs()).roll(half, -1))
@@ -180,7 +180,7 @@ def summed(heads: list[Off], kind: torch.dtype) -> Off:
 
 
 def elements(found: Off, rows: Tensor, columns: Tensor, kind: torch.dtype) -> Exact:
-    """Elements of a gradient, as the device keeps it."""
+    """Elements of a gradient, with bounds that hold for the type in which the device keeps it."""
     last = found.rounded(kind, 2)
     values, bounds = last.values[rows, columns], last.bounds[rows, columns]
     return Exact(values, torch.where(bounds.isfinite() & values.isfinite(), bounds, torch.inf))
@@ -257,6 +257,6 @@ def _add(total: Off, place: slice, more: Off) -> None:
 
 
 def _scaled(one: Off, scale: float, share: Tensor) -> Off:
-    """Times a number, with the roundings of that and of sums of blocks."""
+    """Numbers times a factor, with the errors of that product and of sums of blocks."""
     off = one.bounds + (share + torch.finfo(WORKING).eps) * one.reach
     return Off(scale * one.values, abs(scale) * off)

@@ -26,9 +26,9 @@ from megasdc.sdc.referee.rounding import Exact, NoiseBudget, Unfit
 T = TypeVar("T")
 Hearing = Generator[Any, Sequence[Any], Opinion]
 ROWS, ELEMENTS = 16, 1024
-"""Most rows of a kind, on which ranks differ or agree, that are sent, and most elements of these that are computed."""
+"""Largest numbers of rows that are sent, of those that differ and of those that agree, and of elements computed."""
 TELLING = 8
-"""Fewest elements on which ranks agree, and which are not 0 by rounding, that show what the ranks have computed."""
+"""Smallest number of agreeing elements, larger than their rounding, that show what the ranks have computed."""
 
 
 Make = Callable[[Address, Sequence[Sequence[Call]], Tensor], Exhibit | str | None]
@@ -45,9 +45,9 @@ class Subject:
     """A submodule whose results may be computed again.
 
     Args:
-        modules: whose calls are kept; of a submodule that is no module, the one before it and the one after it. None:
-            there is none.
-        makes: ways to compute a result; the next one is tried where one decides nothing.
+        modules: modules whose calls are kept; for a submodule that is no module, the one before it and the one after
+            it. None: there is none.
+        makes: makers of exhibits of a result; the next one is tried where one decides nothing.
     """
 
     modules: Sequence[Any]
@@ -58,8 +58,8 @@ class Referee:
     """Keeps the inputs of a submodule and its result while a micro-batch is recomputed, and judges the result.
 
     Args:
-        subject_of: a submodule of this rank, by name; None: it computes none of that name.
-        group: of all ranks, on the host.
+        subject_of: returns a submodule of this rank, by name; None: it computes none of that name.
+        group: host group of all ranks.
     """
 
     def __init__(self, subject_of: Callable[[str], Subject | None], rank: int, group: dist.ProcessGroup | None) -> None:
@@ -69,7 +69,7 @@ class Referee:
         self._result: Tensor | None = None
 
     def listen(self, address: Address, result: Tensor) -> None:
-        """A listener, after fault injection: keeps the result that is asked for."""
+        """Listener, after fault injection, that keeps the requested result."""
         if address == self._wanted:
             self._result = result.detach().clone()
 
@@ -80,8 +80,8 @@ class Referee:
 
         Args:
             values: checksums by rank.
-            repeat: computes the micro-batch once more, and returns what each of these ranks got this time, None where
-                that proves nothing.
+            repeat: computes the micro-batch once more, and returns the new checksum of each of these ranks, None where
+                it proves nothing.
 
         Collective: all ranks of the world.
         """
@@ -97,7 +97,7 @@ class Referee:
     def show(
         self, address: Address, values: Mapping[int, int], repeat: Callable[[], Mapping[int, int | None]]
     ) -> Iterator[Exhibit | str]:
-        """What this rank can show of a result, once it has repeated it; arguments as of ``ask``."""
+        """Repeat a result; returns this rank's exhibits of it, or texts why there is none; arguments as of ``ask``."""
         subject = _tried(partial(self._subject_of, address.fqn)) if self._rank in values else None
         kept: list[list[Call]] | str = []
         with ExitStack() as stack:
@@ -113,7 +113,7 @@ class Referee:
         return shown_by(subject, address, kept, result, repeated=repeated)
 
     def keep(self, address: Address | None, repeat: Callable[[], T]) -> tuple[Tensor | None, T]:
-        """Repeat something, and keep this rank's result at an address; None: there is none."""
+        """Repeat work; returns this rank's result at an address, None: there is none, and what the work returned."""
         self._wanted, self._result = address, None
         again = repeat()
         result, self._wanted, self._result = self._result, None, None
@@ -128,13 +128,13 @@ def shown_by(
     *,
     repeated: bool,
 ) -> Iterator[Exhibit | str]:
-    """What a rank can show of a result: exhibits, of which the later ones are for where the first decide nothing.
+    """Exhibits of a rank for a result, or texts why there is none; later ones are used where the first decide nothing.
 
     Args:
-        subject: None: it computes none of that name.
+        subject: submodule of the result; None: the rank computes none of that name.
         kept: calls of the subject's modules.
-        result: as it came this time; None: it did not.
-        repeated: whether that is what it was.
+        result: result of the repeat; None: it has none.
+        repeated: whether the result was equal in the repeat.
     """
     if subject is None:
         yield NO_KIND
@@ -150,11 +150,11 @@ def _made(make: Make, address: Address, kept: Sequence[Sequence[Call]], result: 
 
 
 def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str]) -> Hearing:
-    """Judge a result, from what each rank shows: what this rank sends to all is yielded, what all have sent received.
+    """Judge a result from the exhibits of all ranks; yields values to gather from all ranks, and receives them.
 
     Args:
-        ranks: those that differ.
-        mine: from ``shown_by``; of a rank that does not differ nothing is taken.
+        ranks: ranks that differ.
+        mine: this rank's exhibits, from ``shown_by``; not used on a rank that does not differ.
     """
     opinion, reasons, budget, alone = Opinion(address, {}), list[str](), NoiseBudget(), tuple[int, ...]()
     while True:
@@ -174,7 +174,7 @@ def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str
 
 
 def _told(texts: Mapping[int, str]) -> str:
-    """Reasons of ranks, each once."""
+    """Text of the reasons of ranks, each reason once."""
     of_reason = {text: [rank for rank, other in texts.items() if other == text] for text in texts.values()}
     return ", ".join(f"{_ranks(some)}: {text}" for text, some in of_reason.items())
 
@@ -184,7 +184,7 @@ def _ranks(some: Sequence[int]) -> str:
 
 
 def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, budget: NoiseBudget) -> Hearing:
-    """An opinion from one exhibit of each rank; ``known``: their digests."""
+    """Opinion from one exhibit of each rank; ``known``: digests of these, by rank."""
     if len({operands for operands, *_ in known.values()}) > 1:
         return Opinion(address, {}, _differs(list(known.values())))
     rows, agreeing_rows = _rows([digests for _, digests, _ in known.values()])
@@ -233,15 +233,15 @@ def _sent(mine: Exhibit, rows: Sequence[int]) -> tuple[Tensor, Trust]:
 
 
 def _computed(mine: Exhibit, rows: Tensor, columns: Tensor, budget: NoiseBudget) -> Exact | str:
-    """Elements in fp64; a text: why there are none."""
+    """Elements of an exhibit in fp64; a text: why there are none."""
     with budget.spent():
         return _tried(lambda: mine.compute(rows, columns))
 
 
 def _tried(make: Callable[[], T]) -> T | str:
-    """What is made of tensors and code that may be of any kind; a text: why it is not.
+    """Result of a function over tensors and code of any kind; a text: its error.
 
-    Whatever is raised on one rank, it answers as often as the others, who would wait.
+    So a rank with an error answers as often as the others, which would wait.
     """
     try:
         return make()
@@ -256,15 +256,13 @@ def _part(exact: Exact, some: slice) -> Exact:
 
 
 def _digests(exhibit: Exhibit) -> tuple[tuple[int, ...], list[int], tuple[str, ...]]:
-    """Checksums of what the result was made of, with its shape, and of its rows; names of what the submodule holds."""
+    """Checksums of a result's operands, with its shape, and of its rows; names of the submodule's own operands."""
     operands = (*exhibit.result.shape, *map(_digest, exhibit.factors))
     return operands, [_digest(row) for row in exhibit.result.cpu()], exhibit.held
 
 
 def _differs(known: Sequence[tuple[tuple[int, ...], Any, tuple[str, ...]]]) -> str:
-    """That ranks had other operands; with what their submodules hold, if that is it, of which nobody knows whose is
-    right.
-    """
+    """Text that ranks had different operands, with the names of those that are the submodule's own."""
     names = known[0][2]
     operands = [one[len(one) - len(names) :] for one, *_ in known]
     if not names or any(other != names for *_, other in known):
@@ -274,14 +272,14 @@ def _differs(known: Sequence[tuple[tuple[int, ...], Any, tuple[str, ...]]]) -> s
 
 
 def _rows(digests: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The first rows at which checksums differ between ranks, and some of those at which they are equal."""
+    """Numbers of the first rows whose checksums differ between ranks, and of some whose checksums are equal."""
     equal = [len(set(found)) == 1 for found in zip(*digests, strict=True)]
     different = [row for row, same in enumerate(equal) if not same]
     return different[:ROWS], _some([row for row, same in enumerate(equal) if same], ROWS)
 
 
 def _some(all_of_them: T, most: int) -> T:
-    """At most so many, from the first on, at equal distances."""
+    """At most ``most`` elements, from the first on, at equal distances."""
     return all_of_them[:: max(len(all_of_them) // most, 1)][:most]  # type: ignore[index,arg-type,no-any-return]
 
 
@@ -320,9 +318,9 @@ def judge_rounding(
     """Whether the results of each rank are what rounding allows.
 
     Args:
-        results: by rank, [n]; elements in which ranks differ.
-        inner: times the bound: what a right result may be off by.
-        outer: times the bound: what a wrong one exceeds in some element. One between the two is neither.
+        results: elements in which ranks differ, [n], by rank.
+        inner: largest error of a right result, in bounds.
+        outer: error that a wrong result exceeds in some element, in bounds. A result between the two is neither.
 
     Returns:
         True: all are within the bound. False: some are not, or are NaN or Inf, and another rank's all are within: the
@@ -337,13 +335,13 @@ def judge_rounding(
 
 
 def is_within(values: Tensor, exact: Exact, times: float = 1.0) -> Tensor:
-    """Which elements, [n], are what rounding allows; ``times``: as much."""
+    """Whether rounding allows each element, [n]; ``times``: factor of the bounds."""
     inside = (values - exact.values).abs() <= times * exact.bounds  # NaN is not
     return inside | ~exact.bounds.isfinite()
 
 
 def agreed(found: Sequence[Exact]) -> Exact | None:
-    """What several ranks have computed of the same elements, if their bits are equal; else None: one is not right."""
+    """Elements in fp64 that several ranks have computed, if their bits are equal; else None: one rank is not right."""
     first = found[0]
     same = all(torch.equal(one.values, first.values) and torch.equal(one.bounds, first.bounds) for one in found)
     return first if same else None
