@@ -761,7 +761,7 @@ def digest_file(
 
     Args:
         block_bytes: bytes of a block of a tensor.
-        progress: called with the number of bytes of each piece read.
+        progress: function called with the number of bytes of each piece read.
     """
     structure = read_structure(path)
     size = path.stat().st_size

@@ -85,7 +85,7 @@ def check_file(
     Args:
         manifest: manifest in which a file with the content that was read is searched, for the message.
         checksums: whether the content is read; otherwise only size and pickle are checked.
-        progress: called with the number of bytes of each piece read.
+        progress: function called with the number of bytes of each piece read.
 
     Returns:
         The problems, each starting with the file's name; empty if there are none.

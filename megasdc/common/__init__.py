@@ -1,1 +1,1 @@
-"""What every part uses: errors, durable files, locks, origins, this host, connections, versions."""
+"""Modules that every part uses: errors, durable files, locks, origins, this host, connections, versions."""

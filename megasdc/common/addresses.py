@@ -43,7 +43,7 @@ class Address:
         micro_batch: micro-batch in the step, first is 0; None in phases that belong to the whole step; ``OF_AUDIT``.
         phase: one of ``PHASES``.
         fqn: full dotted name of the submodule; its first number is the index of its layer in the whole pipeline.
-        slot: which tensor of the submodule, such as ``output``, ``input``, ``weight``, ``exp_avg``.
+        slot: name of the submodule's tensor, such as ``output``, ``input``, ``weight``, ``exp_avg``.
     """
 
     step: int

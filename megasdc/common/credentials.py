@@ -64,7 +64,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def find_credentials(address: str) -> str | None:
-    """What in an address is, or may be, a secret, as a sentence that does not repeat it; None: nothing."""
+    """Sentence on what is, or may be, a secret in an address, which it does not repeat; None: nothing."""
     if "://" not in address:
         return None
     if _PASSWORD.search(address):

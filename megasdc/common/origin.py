@@ -181,10 +181,10 @@ class Moment:
         return cls(socket.gethostname(), time.time(), boot_id(), time.monotonic())
 
     def was_before(self, other: Moment, clocks: Mapping[str, HostClock]) -> bool:
-        """Whether this was certainly before another one; False: it was not, or that is not known.
+        """Whether this moment was certainly before another one; False: it was not, or the order is not known.
 
         Args:
-            clocks: of hosts, by the id of their kernel since it was booted, as far as they were measured.
+            clocks: measured clocks of hosts, by boot id of their kernel.
         """
         if self.boot_id is None or other.boot_id is None or self.monotonic is None or other.monotonic is None:
             return self.host == other.host and self.time < other.time
@@ -207,6 +207,6 @@ def first_moments(moments: Mapping[Key, Moment], clocks: Mapping[str, HostClock]
     """Moments that may have been the first: a single one if the order is known.
 
     Args:
-        clocks: of hosts, by the id of their kernel since it was booted, as far as they were measured.
+        clocks: measured clocks of hosts, by boot id of their kernel.
     """
     return [key for key, one in moments.items() if not any(other.was_before(one, clocks) for other in moments.values())]

@@ -95,7 +95,7 @@ class BlendSection(Section):
 
 
 class DataSection(Section):
-    """Where the tokens are and how they are cut into samples."""
+    """Folders of the tokens, and their division into samples."""
 
     path: str = setting(..., "Folder of prepared data (the output of `megasdc prepare-data`).", APPLIED)
     blend: list[BlendSection] = Field(

@@ -18,7 +18,7 @@ TRAINING, EXTRA = "training", "extra"
 
 
 class PolicySection(Section):
-    """What happens after an exact finding, by verdict.
+    """Actions after an exact finding, by verdict.
 
     halt: nothing is committed or saved, an incident report is written, and every rank exits with the corruption code.
     isolate: likewise, but the other replicas go on in the same processes, without the one that is wrong; `isolation`.
@@ -41,7 +41,7 @@ class PolicySection(Section):
 
 
 class IsolationSection(Section):
-    """How far a run goes on without replicas that were found wrong, where `policy` is to isolate them."""
+    """Limits of a run that continues without replicas that were found wrong, where `policy` is to isolate them."""
 
     at_resume = "applied"
     needs = tunes(ISOLATES)

@@ -49,7 +49,7 @@ class GuardAuditSection(Section):
 
 
 class GuardPolicySection(Section):
-    """What happens after a finding, by verdict.
+    """Actions after a finding, by verdict.
 
     halt: the step is not taken, an incident report is written, and all ranks exit with the corruption code.
     warn: an incident report is written, and training goes on.
@@ -64,7 +64,7 @@ class GuardPolicySection(Section):
 
 
 class GuardSdcSection(Section):
-    """What follows from any finding."""
+    """Consequences of any finding."""
 
     needs = tunes(_CHECKS)
 
@@ -77,7 +77,7 @@ class GuardSdcSection(Section):
 
 
 class GuardGoldenSection(Section):
-    """What the model computes with seeded parameters, compared with what trusted hardware computed."""
+    """Comparison of the model's results for seeded parameters with those of trusted hardware."""
 
     path: str | None = setting(None, "Golden file; null: nothing is compared.")
     record: bool = setting(
@@ -114,7 +114,7 @@ class GuardTraceSection(Section):
 
 
 class GuardLoggingSection(Section):
-    """Where a guard writes."""
+    """Folder of a guard's files, interval of its reports, and wait for room."""
 
     run_dir: str = setting(..., "Folder of events and incident reports; created if absent.")
     interval: PositiveInt = setting(100, "Steps between reports of bounds.")
@@ -127,7 +127,7 @@ class GuardLoggingSection(Section):
 
 
 class GuardHealthSection(Section):
-    """Who is stuck: with `megasdc run`, and what the guard tells of phases and steps."""
+    """Detection of hangs and stragglers with `megasdc run`, from the phases and steps that the guard reports."""
 
     hang_after_s: NonNegativeFloat = setting(
         900.0,

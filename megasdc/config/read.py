@@ -101,7 +101,7 @@ def unusable_values(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tupl
 
 
 def is_unusable(text: str) -> str | None:
-    """Why a text cannot be a file name; None if it can."""
+    """Reason why a text cannot be a file name; None if it can."""
     if "\0" in text:
         return "holds a NUL character"
     return "holds half a surrogate pair" if any("\ud800" <= letter <= "\udfff" for letter in text) else None

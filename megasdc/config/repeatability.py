@@ -36,7 +36,9 @@ class DifferenceCause:
 
     Attributes:
         place: dotted path of a setting, name of an environment variable, or name of a module.
-        between: which runs can differ: two ``runs`` on one machine, or only runs on two ``machines``.
+        text: sentence on the difference.
+        remedy: remedy against it.
+        between: runs that can differ: two ``runs`` on one machine, or only runs on two ``machines``.
     """
 
     place: str

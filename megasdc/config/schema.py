@@ -258,7 +258,7 @@ def find_idle(sections: BaseModel, given: Mapping[str, Any]) -> Iterator[Idle]:
 
     Args:
         sections: the checked sections.
-        given: what the file and overrides give, from the same root.
+        given: values that the file and overrides give, from the same root.
     """
     yield from _find_idle(type(sections), partial(value_of, sections), given)
 
@@ -293,10 +293,10 @@ def sort_out(
 
     Args:
         sections: the checked sections.
-        given: what the file and overrides give, from the same root.
-        before: what the file alone gives.
+        given: values that the file and overrides give, from the same root.
+        before: values that the file alone gives.
         overridden: dotted paths of overrides in the whole file.
-        prefix: of the root in the file, such as ``megasdc.``.
+        prefix: prefix of the sections' root in the file, such as ``megasdc.``.
         stored: every field is to be reset that would be refused.
 
     Returns:

@@ -141,7 +141,7 @@ class MemorySection(Section):
 
 
 class ArchiveSection(Section):
-    """Where the checkpoints of a run are archived while it trains."""
+    """Archive of a run's checkpoints, written while it trains."""
 
     at_resume = "-"
 
@@ -221,7 +221,7 @@ class CheckpointSection(Section):
 
 
 class LoggingSection(Section):
-    """Where a run writes, and how often it reports."""
+    """Folder of a run's files, and intervals of its reports."""
 
     at_resume = "-"
 
@@ -390,7 +390,7 @@ _TESTS = "supervise.returns or supervise.spare_test_s or supervise.ledger"
 
 
 class SuperviseSection(Section):
-    """What `megasdc supervise` does with failures; other starts do not read it."""
+    """Reactions of `megasdc supervise` to failures; other starts do not read it."""
 
     at_resume = "-"
 

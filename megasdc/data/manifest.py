@@ -54,7 +54,7 @@ class _Record(BaseModel):
 
 
 class IdsRecord(_Record):
-    """What a source of ids held, before ends and beginnings of documents were added; by the manifest's tokenizer.
+    """Content of a source of ids before ends and beginnings of documents were added; by the manifest's tokenizer.
 
     Attributes:
         dtypes: NumPy names of the types of tokens in its files.

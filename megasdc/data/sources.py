@@ -38,7 +38,7 @@ KINDS_REMEDY = (
     "write them as JSON lines (.jsonl, an object a line with the text in it), rename those to .txt that hold nothing "
     "but the text of one document, or give a glob such as 'DIR/**/*.txt' as path in data.sources to leave them out"
 )
-"""How to read files that were skipped for `OTHER_KINDS`, or to leave them out on purpose."""
+"""Remedy for files that were skipped for `OTHER_KINDS`: ways to read them, or to leave them out on purpose."""
 NOT_LINES = "JSON files that are not JSON lines with the text"
 """Reason for skipping .json files of a folder."""
 MEGATRON = "megatron"

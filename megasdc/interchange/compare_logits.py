@@ -124,7 +124,7 @@ def compare_logits(
 
 @dataclass(frozen=True)
 class _Differences:
-    """Those of each layer for the same input, by its name in ``transformers``, and that of the logits after all."""
+    """Relative differences of each layer for the same input, by its name in ``transformers``, and of the logits."""
 
     layers: dict[str, float]
     logits: float
@@ -281,23 +281,23 @@ class _Recorder:
         self.outputs: dict[str, Tensor] = {}
 
     def enter(self, name: str, given: Tensor) -> Tensor:
-        """What a layer gets, of what it is given, [b, s, h]."""
+        """Input that a layer gets in place of the given one, here the same, [b, s, h]."""
         if not self.outputs:
             self.outputs[_EMBEDDINGS] = given[0].clone()
         return given
 
     def leave(self, name: str, output: Tensor) -> Tensor:
-        """What is made of its output, [b, s, h] or [b, s, v]."""
+        """Output that replaces a layer's, here the same after recording it, [b, s, h] or [b, s, v]."""
         self.outputs[name] = output[0].clone()
         return output
 
 
 class _Mover:
-    """What rounding changes: another kernel of attention, and inputs and outputs moved by one unit in the last place.
+    """Probe of the effect of rounding: another kernel of attention, inputs and outputs moved by one unit in last place.
 
     Args:
-        theirs: the outputs where nothing is moved. Each layer gets two inputs: what the moved ones before it made of
-            the tokens, and what it got where nothing was moved.
+        theirs: the outputs where nothing is moved. Each layer gets two inputs: the output of the moved layers before
+            it, and its input where nothing was moved.
     """
 
     attention = "sdpa"
@@ -309,7 +309,7 @@ class _Mover:
         self.generator = torch.Generator().manual_seed(SEED)
 
     def enter(self, name: str, given: Tensor) -> Tensor:
-        """What a layer gets, [2, s, h]."""
+        """Input that a layer gets in place of the given one, [2, s, h]."""
         return self._move(torch.stack((given[0], self.given[name])))
 
     def leave(self, name: str, output: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def _their_outputs(
 
 
 def _noise(weights: WeightSource, shards: HfShards, tokens: Tensor, theirs: dict[str, Tensor]) -> _Differences:
-    """What rounding changes of each layer for the same input, and of the logits after all."""
+    """Differences that rounding makes in each layer for the same input, and in the logits."""
     mover = _Mover(theirs)
     _compute(weights, shards, tokens.repeat(2, 1), mover, lambda: None)
     return _Differences(mover.found, mover.logits)

@@ -125,4 +125,4 @@ KINDS: Mapping[str, Callable[[Path, Path], Sink]] = {
     "csv": _csv,
     "prometheus": _prometheus,
 }
-"""How to open each kind of sink for a run folder and a folder to write."""
+"""Function that opens each kind of sink, from a run folder and a folder to write."""

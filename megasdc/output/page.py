@@ -64,7 +64,7 @@ class Table:
         note: explanation below it.
         listed: maximum of rows on a terminal; None: all.
         elsewhere: columns that a terminal leaves out.
-        complete: what holds the rows that are not in the page; empty: its file of ``--figures``.
+        complete: name of the file with the rows that are not in the page; empty: its file of ``--figures``.
     """
 
     name: str
