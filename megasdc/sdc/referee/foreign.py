@@ -81,12 +81,12 @@ def make_plain(address: Address, calls: Sequence[Call], result: Tensor, used_onc
 
 
 def _is_given(call: Call) -> bool:
-    """Whether a tensor is what it is given first, and nothing by name."""
+    """Whether a call has a tensor as its first argument, and no arguments by name."""
     return bool(call.args) and isinstance(call.args[0], Tensor) and not call.options
 
 
 def _class_of(module: nn.Module) -> str | None:
-    """A key of ``MAKERS``: the name of what it computes; None: it is not known."""
+    """Key of ``MAKERS`` for a module, the name of the class that computes as it does; None: it is not known."""
     forward = type(module).forward
     name = f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward")
     if name in MAKERS:
@@ -95,7 +95,7 @@ def _class_of(module: nn.Module) -> str | None:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module has what a norm of the last dimension has, and nothing else."""
+    """Whether a module has the parameters and eps of a norm of the last dimension, and nothing else."""
     own = module._parameters
     weight = own.get("weight")
     alone = not module._modules and not module._buffers and not own.keys() - {"weight", "bias"}
@@ -111,7 +111,7 @@ def _eps_of(module: Any) -> float | None:
 
 
 def _linear(make: Maker) -> Maker:
-    """Of the call as the operation has it: input, weight and bias, in its type."""
+    """Maker for a linear layer, with input, weight and bias in the type of its operation."""
 
     def made(call: Call, result: Tensor) -> Exhibit | None:
         module, kind = call.module, None if call.output is None else call.output.dtype
@@ -126,7 +126,7 @@ def _linear(make: Maker) -> Maker:
 
 
 def _output(call: Call, result: Tensor) -> Exhibit:
-    """The input times the weight; a bias is added by the same operation, as one more term, or after it."""
+    """Exhibit of the input times the weight; a bias is added by the same operation, as one more term, or after it."""
     given, weight, *biases = call.args
     left = rows_as_matrix(given)
 
@@ -144,7 +144,7 @@ def _output(call: Call, result: Tensor) -> Exhibit:
 
 
 def _turned(make: Maker) -> Maker:
-    """Of a layer whose weight is [K, C]."""
+    """Maker for a linear layer whose weight is [K, C]."""
 
     def made(call: Call, result: Tensor) -> Exhibit | None:
         own = SimpleNamespace(weight=call.module.weight.detach().T, bias=call.module.bias)
@@ -154,7 +154,7 @@ def _turned(make: Maker) -> Maker:
 
 
 def _of_rank(make: Maker) -> Maker:
-    """Of a layer of DeepSpeed's AutoTP that gathers no output, in one type: mixed precision leaves its bias wide."""
+    """Maker for a layer of DeepSpeed's AutoTP that gathers no output, in one type: mixed precision leaves bias wide."""
 
     def made(call: Call, result: Tensor) -> Exhibit | None:
         kinds = {one.dtype for one in (call.args[0], call.module.weight, result, call.output) if one is not None}
@@ -167,7 +167,7 @@ def _of_rank(make: Maker) -> Maker:
 
 
 def _norm(make: Maker) -> Maker:
-    """Of a norm of the last dimension alone, all in one type."""
+    """Maker for a norm of the last dimension alone, all in one type."""
 
     def made(call: Call, result: Tensor) -> Exhibit | None:
         module, given = call.module, call.args[0]
@@ -180,8 +180,9 @@ def _norm(make: Maker) -> Maker:
 
 
 def _own_norm(make: Maker) -> Maker:
-    """Of a norm of a class of its own, which may add up gradients of parameters in the type of the result, and round
-    what each of its operations gives to it.
+    """Maker for a norm of a class of its own.
+
+    It may add up gradients of parameters in the type of the result, and round each operation to it.
     """
 
     def made(call: Call, result: Tensor) -> Exhibit | None:
@@ -227,7 +228,7 @@ def _activation_input(call: Call, result: Tensor) -> Exhibit | None:
 
 
 def _of_several(function: Callable[[Tensor], Tensor], found: Exact, reach: Tensor, result: Tensor) -> Exact:
-    """With what devices round that have several operations of the type of the result; ReLU is one operation.
+    """Elements with the bounds of devices that use several operations of the result's type; ReLU is one operation.
 
     With unit roundoff u: of ``x s(x)`` the logistic function is off by u, of ``x (1 + t(a)) / 2`` the argument by 8 u,
     which t makes at most 0.45 of (the largest ``a / cosh(a)^2``), t by u, the sum by 2 u, products by 2 u: less than
@@ -239,7 +240,7 @@ def _of_several(function: Callable[[Tensor], Tensor], found: Exact, reach: Tenso
 
 
 def _function(module: Any) -> Callable[[Tensor], Tensor] | None:
-    """What an activation computes, by one operation; None: by several, or in place."""
+    """Function that an activation computes by one operation; None: by several, or in place."""
     name = _class_of(module)
     if name in (_SILU, f"{_HF}.SiLUActivation"):
         return None if getattr(module, "inplace", False) else F.silu
@@ -254,7 +255,7 @@ def _function(module: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 def _words(make: Maker) -> Maker:
-    """Of an embedding that changes no weights and scales no gradient."""
+    """Maker for an embedding that changes no weights and scales no gradient."""
 
     def made(call: Call, result: Tensor) -> Exhibit | None:
         module = call.module
@@ -265,11 +266,11 @@ def _words(make: Maker) -> Maker:
 
 
 def tied_words(of_words: Sequence[Call], of_head: Sequence[Call], result: Tensor) -> Exhibit | str | None:
-    """The gradient of a weight that an embedding and a linear layer have in common: the sum of both parts.
+    """Exhibit of the gradient of a weight that an embedding and a linear layer share: the sum of both parts.
 
     Args:
         of_words: calls of the embedding.
-        of_head: of the layer.
+        of_head: calls of the linear layer.
     """
     address = Address(0, 0, WEIGHT_GRAD, "", "weight")
     calls = [one_call(address, one) for one in (of_words, of_head)]
@@ -307,14 +308,14 @@ def _norms(known: Callable[[Maker], Maker]) -> dict[tuple[str, str], Maker]:
 
 _NN, _HF = "torch.nn.modules", "transformers.activations"
 _TP = "deepspeed.module_inject.layers"
-"""Layers of AutoTP: what they add up over ranks, or gather, is no result of one of them."""
+"""Module of AutoTP's layers, whose sums over ranks and gathered outputs are no results of one layer."""
 _LINEAR, _EMBEDDING = f"{_NN}.linear.Linear", f"{_NN}.sparse.Embedding"
 _SILU, _GELU, _RELU = (f"{_NN}.activation.{name}" for name in ("SiLU", "GELU", "ReLU"))
 OWN_NORM = "a norm of a class of its own"
 ACTIVATIONS = frozenset(
     (_SILU, _GELU, _RELU, *(f"{_HF}.{name}" for name in ("SiLUActivation", "GELUActivation", "GELUTanh")))
 )
-"""Of classes that compute nothing else."""
+"""Classes that compute an activation and nothing else."""
 _WEIGHT = _linear(linear_weight)
 _LAYER = {
     **_both(_linear(_output)),
@@ -332,16 +333,16 @@ MAKERS: Mapping[str, Mapping[tuple[str, str], Maker]] = {
     **{name: {**_both(_activation), (BACKWARD, "input"): _activation_input} for name in ACTIVATIONS},
     _EMBEDDING: {**_both(_words(word_output)), (WEIGHT_GRAD, "weight"): _words(word_weight)},
 }
-"""By name of the class that computes it, phase and tensor."""
+"""Makers by name of the class, phase and tensor."""
 
 
 LARGEST = 2**31
-"""Most products of a parameter and a token: they are computed about 27 times, which takes a core some ten seconds."""
+"""Largest number of products of a parameter and a token: about 27 passes over them take a core some ten seconds."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 METHODS = ("forward", "_compiled_call_impl")
-"""Of a submodule alone, in place of its class's."""
+"""Methods that a submodule may have of its own, in place of its class's."""
 SHARED = (dist.ProcessGroup, ModuleType, type)
-"""What computing changes nothing of, and cannot be copied."""
+"""Types that computing does not change and that cannot be copied."""
 
 Path = Sequence[str]
 """Names of a submodule inside another one, from the outside in."""
@@ -376,12 +377,12 @@ def own_result(address: Address, calls: Sequence[Call], result: Tensor, used_onc
 
 
 def result_between(address: Address, outer: Sequence[Call], inner: Sequence[Call], path: Path) -> Exhibit | str:
-    """The exhibit of what a submodule was given inside another one; backward: of its output's gradient.
+    """The exhibit of a submodule's input inside another one; backward: of its output's gradient.
 
     Args:
-        outer: calls of the one around it.
-        inner: of itself.
-        path: to it.
+        outer: calls of the submodule around it.
+        inner: calls of the submodule itself.
+        path: path from the outer one to it.
     """
     around, own = one_call(address, outer), one_call(address, inner)
     for one in (around, own):
@@ -469,7 +470,7 @@ def _is_whole(kind: torch.dtype) -> bool:
 
 
 def _wanted(copied: nn.Module, given: Any, address: Address) -> Tensor:
-    """What a gradient is of: a parameter, or one of the tensors that the submodule is given."""
+    """Tensor whose gradient an address is of: a parameter, or one of the submodule's inputs."""
     if address.phase == WEIGHT_GRAD:
         return copied.get_parameter(address.slot)
     number = int(address.slot.partition(".")[2] or 0)
@@ -477,7 +478,7 @@ def _wanted(copied: nn.Module, given: Any, address: Address) -> Tensor:
 
 
 def _in_fp64(call: Call, backward: bool) -> tuple[nn.Module, Any]:
-    """A copy of the submodule, and of what it was given, with random generators as they were then."""
+    """A copy of the submodule and of its inputs in fp64, with random generators as they were in the call."""
     assert call.chance is not None, "calls are copied"
     restore_rng(dict(call.chance))
     with _disable_current_modes():  # copies have no errors of rounding
@@ -485,7 +486,7 @@ def _in_fp64(call: Call, backward: bool) -> tuple[nn.Module, Any]:
 
 
 def _widened(value: Any, backward: bool) -> Any:
-    """On the host, in fp64; of which gradients are taken."""
+    """Copy of inputs on the host, in fp64; backward: with gradients."""
     if isinstance(value, Tensor):
         wide = _wide(value)
         return wide.requires_grad_(backward) if wide.is_floating_point() else wide
@@ -499,7 +500,7 @@ def _widened(value: Any, backward: bool) -> Any:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A copy on the host, in fp64, which nothing else is written to by."""
+    """Copy of a tensor on the host, in fp64, with memory of its own."""
     kind = torch.float64 if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to("cpu", kind, copy=True)
 
@@ -508,7 +509,7 @@ class _Copies:
     """Copies of a submodule and of all that is in it, each made once, so that what is shared in it stays shared.
 
     Args:
-        module: the whole one.
+        module: the whole submodule.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -546,7 +547,7 @@ class _Copies:
         return self._made[id(one)]  # type: ignore[no-any-return]
 
     def _apart(self, value: Any) -> Any:
-        """An attribute that code may change without changing the submodule's own."""
+        """Copy of an attribute, which code may change without changing the submodule's own."""
         kind = type(value)
         if isinstance(value, SHARED):
             return value

@@ -58,8 +58,8 @@ class Exact:
     """Elements computed in fp64.
 
     Args:
-        values: [n].
-        bounds: [n], largest difference that rounding explains; infinite where the type may overflow on the way.
+        values: values of the elements, [n].
+        bounds: largest differences that rounding explains, [n]; infinite where the type may overflow on the way.
     """
 
     values: Tensor
@@ -72,11 +72,11 @@ def product(
     """Elements of a product of matrices, one from each pair of rows.
 
     Args:
-        left: [n, K], as the device had it.
-        right: [n, K].
+        left: rows of the first factor, [n, K], as the device had them.
+        right: rows of the second factor, [n, K].
         kind: type of the result.
-        bias: [n], added to the result in its own type; None: nothing is.
-        working: type that products are added in.
+        bias: bias, [n], added to the result in its own type; None: nothing is added.
+        working: type in which products are added.
     """
     left, right = left.double(), right.double()
     terms = left * right
@@ -112,12 +112,12 @@ def residual(
 
 @dataclass(frozen=True)
 class NormMoments:
-    """What a norm takes from each row, and how far rounding may take the device's own from it; all [..., 1].
+    """Statistics that a norm takes from each row, with the largest errors of the device's by rounding; all [..., 1].
 
     Args:
         mean: 0 for an RMSNorm.
         factor: one over the root of the variance, or of the mean square, and eps.
-        steps: type that each operation of the norm has its result in; sums are added up in ``WORKING``.
+        steps: type of the result of each operation of the norm; sums are added up in ``WORKING``.
     """
 
     mean: Tensor
@@ -128,7 +128,7 @@ class NormMoments:
 
     @classmethod
     def of(cls, rows: Tensor, eps: float, *, centred: bool, steps: torch.dtype = WORKING) -> NormMoments:
-        """Those of rows, [..., K]; of a LayerNorm where they are centred.
+        """Moments of rows, [..., K]; ``centred``: of a LayerNorm.
 
         The variance may be computed in one pass or two, or updated with each element: its error is at most four times
         gamma_(K+2) of the mean square. Where operations round to a narrower type, so are squares, mean and difference:
@@ -151,7 +151,7 @@ class NormMoments:
         return cls(mean, mean_off, factor, factor_off, steps)
 
     def stored(self, kind: torch.dtype) -> NormMoments:
-        """As a backward pass has them, which some devices keep in the type of the result."""
+        """The moments of a backward pass, which some devices keep in the type of the result."""
         mean_off = rounded(self.mean_off, self.mean, kind)
         return replace(self, mean_off=mean_off, factor_off=rounded(self.factor_off, self.factor, kind))
 
@@ -163,9 +163,9 @@ def normalized(
 
     Args:
         own: elements of the input, [n].
-        moments: of their rows, [n, 1].
-        weight: of their columns, [n], and bias.
-        count: elements of a row.
+        moments: moments of their rows, [n, 1].
+        weight: weight of their columns, [n]; bias likewise.
+        count: number of elements of a row.
     """
     values, bounds, reach = _normalized(own.double()[:, None], moments, weight.double()[:, None], kind)
     values, bounds, reach = values[:, 0], bounds[:, 0], reach[:, 0]
@@ -195,11 +195,11 @@ def norm_weight(
     """Elements of the gradient of a norm's weight: sums over tokens of the gradient times the normalised element.
 
     Args:
-        gradient: of the output, [n, T], each element's column.
-        own: elements of the input, likewise.
-        moments: of the T rows, [T, 1].
-        width: elements of a row.
-        working: type that tokens are summed in.
+        gradient: each element's column of the output's gradient, [n, T].
+        own: each element's column of the input, [n, T].
+        moments: moments of the T rows, [T, 1].
+        width: number of elements of a row.
+        working: type in which tokens are summed.
     """
     gradient = gradient.double()
     turned = moments.mean.T, moments.mean_off.T, moments.factor.T, moments.factor_off.T
@@ -229,11 +229,11 @@ def norm_input(
     also add up ``h x`` and ``h mean`` apart, so that the bound is by magnitudes of these.
 
     Args:
-        gradient: of the output, [n, K], each element's row.
-        rows: of the input, [n, K].
-        columns: places of the elements in these, [n].
-        moments: of the rows, [n, 1].
-        weight: [K].
+        gradient: each element's row of the output's gradient, [n, K].
+        rows: each element's row of the input, [n, K].
+        columns: places of the elements in these rows, [n].
+        moments: moments of the rows, [n, 1].
+        weight: weight of the norm, [K].
     """
     count, at, moments = rows.shape[-1], columns[:, None], moments.stored(kind)
     rows, scaled = rows.double(), gradient.double() * weight.double()
@@ -304,7 +304,7 @@ def activated_input(
     Args:
         function: as for ``activated``; its derivative is no steeper than ``CURVED``.
         slope: gradient of the result, [n]; the others as for ``activated``.
-        steps: the function is ReLU, whose derivative is a step.
+        steps: whether the function is ReLU, whose derivative is a step.
     """
     given = residual(gate, bias, None, None, kind)
     place, off = given.values, given.bounds
@@ -336,7 +336,7 @@ def _clamped(given: Exact, least: float, most: float | None, kind: torch.dtype) 
 
 
 def _storing(number: float, kind: torch.dtype) -> float:
-    """How far a number is moved where it is stored in a type."""
+    """Largest error of a number that is stored in a type."""
     return abs(torch.tensor(number, dtype=torch.float64).to(kind).item() - number)
 
 
@@ -352,7 +352,7 @@ def rounded(bounds: Tensor, values: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def gamma(count: Tensor | int, kind: torch.dtype) -> Tensor:
-    """Share that so many roundings to a type make at most; infinite where that says nothing."""
+    """Largest relative error of ``count`` roundings to a type; infinite where there is no bound."""
     product = torch.as_tensor(count, dtype=torch.float64) * torch.finfo(kind).eps / 2
     return torch.where(product < 0.5, product / (1 - product), torch.inf)
 
@@ -372,7 +372,7 @@ def mean_of(parts: Sequence[Tensor], factor: float, kind: torch.dtype, *, conver
     the product. Each rounding is one of ``kind``; a quotient below its smallest normal number may be flushed to zero.
 
     Args:
-        parts: of each replica, [n].
+        parts: gradient of each replica, [n].
         kind: the coarsest type on the way.
         converted: whether parts are sent in another type than theirs: one more rounding of each.
     """
@@ -408,11 +408,11 @@ def logit_gradients(
     """Elements of the gradient, [n].
 
     Args:
-        logits: [m, V] without padding.
-        labels: [m].
-        slopes: of the losses, [m].
-        rows: which of these each element is of, [n].
-        columns: its logit; from V on, padding, whose gradient is 0.
+        logits: logits of m tokens, [m, V], without padding.
+        labels: labels of these, [m].
+        slopes: gradients of their losses, [m].
+        rows: token of each element, from 0 to m - 1, [n].
+        columns: logit of each element, [n]; from V on, padding, whose gradient is 0.
         kind: type of the gradient.
     """
     logits, slopes = logits.double(), slopes.double()
@@ -445,18 +445,18 @@ def _with(values: Tensor, bounds: Tensor) -> Exact:
 
 SAMPLES = 8
 PAIRS, WILD = 3, 16.0
-"""Of runs with errors so many times as large, and with the opposite ones: what is near to a choice is then chosen."""
+"""Number of pairs of runs with opposite errors, and their factor: so large that a near choice changes."""
 MOST_OFF = 0.25
-"""Share of a number that larger errors are at most, beyond which little is as it was."""
+"""Largest share of a number that larger errors may have, beyond which little is as it was."""
 SEED = 20_231
 MOST = 2**26
-"""Elements that an operation may have as a result, or is given: with errors and gradients there are several GiB."""
+"""Largest number of elements of an operation's result or input: several GiB with errors and gradients."""
 MOST_PRODUCTS = 2**33
-"""Of two numbers that one operation may add up: a core takes seconds for as many."""
+"""Largest number of products of two numbers that one operation may add up, in some seconds on a core."""
 BUDGET_S = 60.0
 """Longest time that a rank computes for one dispute, since all others wait for it."""
 _UNTIL: ContextVar[float] = ContextVar("until", default=math.inf)
-"""When what is computed in this thread has taken too long."""
+"""Time, on the monotonic clock, at which the computation in this thread has taken too long."""
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 TALKS = ("c10d", "_c10d_functional")
 CHOOSES = frozenset(
@@ -467,13 +467,13 @@ CHOOSES = frozenset(
         *("_local_scalar_dense", "poisson", "binomial", "_sample_dirichlet", "nextafter", "frexp"),
     )
 )
-"""Operations that a rounding may tip to quite another result; ``quant`` in the name of one says so, too."""
+"""Operations of which a rounding may change the result a lot; those with ``quant`` in their names are such, too."""
 SELECTS = ("max", "min", "amax", "amin", "aminmax")
-"""Operations, and all of pooling, that take one of what they are given, as it is."""
+"""Operations that return one of their input's elements as it is; so do all of max pooling."""
 PRODUCTS: Mapping[str, int] = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "mv": 0, "addmv": 1, "dot": 0}
-"""Products, by the place of a factor, whose last dimension is summed over."""
+"""Products, with the place of a factor whose last dimension is summed over."""
 FUNCTIONS = ("gelu", "silu", "mish", "tanh", "erf", "sigmoid", "softplus", "elu", "hardswish")
-"""Of which a device's have an absolute error of ``INACCURACY``, times the argument where that is a factor."""
+"""Functions in which a device may have an absolute error of ``INACCURACY``, times the argument where it is a factor."""
 COARSE = ("embedding_dense_backward", "embedding_backward", "index_add", "index_put", "scatter_add", "norm_backward")
 """Sums that may be added up in the type of the result."""
 
@@ -490,7 +490,7 @@ class NoiseBudget:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Inside, time is spent; estimates raise ``Unfit`` once none is left."""
+        """Context whose time is taken from the budget; estimates in it raise ``Unfit`` once none is left."""
         began = monotonic()
         token = _UNTIL.set(began + self._left)
         try:
@@ -501,11 +501,11 @@ class NoiseBudget:
 
 
 def estimate(compute: Callable[[], Tensor], kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A result in fp64, and what rounding to a type makes of each of its elements, of the same shape.
+    """A result in fp64, and an estimate of the rounding error of each of its elements in a type, of the same shape.
 
     Args:
-        compute: the result, the same each time, from tensors in fp64.
-        kind: the coarsest type that a device has on the way, unless the computation itself asks for a coarser one.
+        compute: computes the result, the same each time, from tensors in fp64.
+        kind: coarsest type that a device uses on the way, unless the computation itself asks for a coarser one.
 
     Returns:
         The values, and the estimate, to which its mean over the last dimension is added; infinite where the type may
@@ -545,13 +545,13 @@ def _run(compute: Callable[[], Tensor], mode: _Noisy) -> Tensor:
 
 
 def _floor(kind: torch.dtype) -> float:
-    """What is lost where a result is too small for a type: denormal numbers of 32 bits may be flushed to zero."""
+    """Largest error of a result too small for a type: denormal numbers of 32 bits may be flushed to zero."""
     info = torch.finfo(kind)
     return info.tiny * (info.eps if kind == torch.float16 else 1.0)
 
 
 class _Autocast(TorchFunctionMode):
-    """Inside, types of automatic mixed precision that is on, which leaves fp64 as it is, are told to a mode."""
+    """Context that tells a mode the types of automatic mixed precision that is on, which leaves fp64 as it is."""
 
     def __init__(self, mode: _Noisy) -> None:
         super().__init__()
@@ -566,15 +566,15 @@ class _Autocast(TorchFunctionMode):
 
 
 class _Noisy(TorchDispatchMode):
-    """Inside, nothing is made narrower than fp64, and results of operations have random errors.
+    """Context in which nothing is made narrower than fp64, and results of operations have random errors.
 
     Args:
-        seed: of the errors; None: there are none.
-        times: the errors, as large; below 0: the opposite ones.
-        chosen: of a run without errors, which is to be the same in this one; None: this is such a run.
+        seed: seed of the errors; None: there are no errors.
+        times: factor of the errors; below 0: the opposite ones.
+        chosen: ``chosen`` of a run without errors, which must be equal in this one; None: this is such a run.
 
     Attributes:
-        largest: magnitude of what was given or computed, without what fills masks.
+        largest: largest magnitude of inputs and results, without values that fill masks.
         sums: largest magnitude that a partial sum may have had, by its number of terms.
         asked: types below fp64 that were asked for.
         chosen: results of operations that are whole numbers or truth values, and were made of others.
@@ -597,7 +597,7 @@ class _Noisy(TorchDispatchMode):
             self.asked.add(kind)
 
     def finish(self) -> None:
-        """The run has ended: it has made all choices of the other one."""
+        """End the run; ``Unfit`` if it has not made all choices of the run without errors."""
         if self._expected is not None and len(self._expected) != len(self.chosen):
             raise Unfit("it chooses by values that are near to a choice")
 
@@ -640,7 +640,7 @@ class _Noisy(TorchDispatchMode):
         return found
 
     def _choose(self, found: Tensor) -> None:
-        """Whole numbers and truth values are those of the run without errors."""
+        """Record whole numbers and truth values; ``Unfit`` if they are not those of the run without errors."""
         place = len(self.chosen)
         self.chosen.append(found.detach().clone())
         expected = self._expected
@@ -672,10 +672,10 @@ class _Noisy(TorchDispatchMode):
 
 
 def _refuse(name: str, func: Any, options: Mapping[str, Any], given: Sequence[Tensor], wide: bool) -> None:
-    """Operations that are not estimated.
+    """Raise ``Unfit`` for operations that are not estimated.
 
     Args:
-        wide: whether it is given numbers of fp64.
+        wide: whether an input is of fp64.
     """
     if any(one.is_complex() for one in given):
         raise Unfit("it computes with complex numbers")
@@ -692,7 +692,7 @@ def _refuse(name: str, func: Any, options: Mapping[str, Any], given: Sequence[Te
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude, without what fills masks: infinities, and the largest numbers of types."""
+    """Largest magnitude in a tensor, without values that fill masks: infinities, and the largest numbers of types."""
     sizes = tensor.detach().abs()
     for fill in (torch.inf, *(torch.finfo(one).max for one in (torch.float64, *NARROW))):
         sizes = torch.where(sizes == fill, 0.0, sizes)
@@ -700,7 +700,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _partial(name: str, factors: list[Tensor]) -> float:
-    """What no partial sum of an operation is larger than: of terms, or of products of two."""
+    """Upper bound of the partial sums of an operation: of terms, or of products of two."""
     most = max(map(_largest, factors))
     linear = len(factors) == 1 and not any(one in name for one in ("norm", "var", "std"))
     return _terms(name, factors) * (most if linear else max(most, 1.0) ** 2)
@@ -717,14 +717,14 @@ def _of_function(name: str, given: list[Tensor]) -> Tensor | None:
 
 
 def _products(name: str, factors: list[Tensor]) -> int:
-    """How many products of two numbers a product of matrices is made of."""
+    """Number of products of two numbers in a product of matrices."""
     place = PRODUCTS.get(name, len(factors))
     pair = factors[place : place + 2]
     return pair[0].numel() * pair[1].shape[-1] if len(pair) == 2 and pair[1].dim() > 1 else 0
 
 
 def _terms(name: str, factors: list[Tensor]) -> int:
-    """About how many terms each element of a result is a sum of."""
+    """Approximate number of terms in each element of a result."""
     if name in PRODUCTS:
         return factors[min(PRODUCTS[name], len(factors) - 1)].shape[-1]
     return max(one.numel() for one in factors) // max(min(one.shape[-1] if one.dim() else 1 for one in factors), 1)
