@@ -298,9 +298,9 @@ def _step_of(line: dict[str, Any], data: int) -> StepDecisions:
 
 
 SLOW_SHARE = 0.9
-"""Share of the steps: a replica is slow if it dropped micro-batches in at least this share,"""
+"""Least share of the steps in which a slow replica dropped micro-batches."""
 UNLUCKY_SHARE = 0.5
-"""Share of the steps: and if the median replica did in no more than this share."""
+"""Largest share of the steps in which the median replica dropped micro-batches while a replica counts as slow."""
 
 
 @dataclass(frozen=True)

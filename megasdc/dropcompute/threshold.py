@@ -92,7 +92,7 @@ def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
 def exact_cut(num_replicas: int, cut: float) -> float:
     """E[min(c, X)], X being the largest of N >= 1 standard normal values: c - the integral of Phi(x)^N up to c.
 
-    In standard deviations from the mean, as c; for a large c the expected largest value. Relative error below 1e-9.
+    In standard deviations from the mean, like c; for a large c the expected largest value. Relative error below 1e-9.
     """
     cut = min(cut, _FAR)
     edges = np.linspace(-_FAR, cut, 17)  # pieces, because Phi^N rises within a fraction of a standard deviation
