@@ -424,7 +424,7 @@ class PositionEmbedding(nn.Module):
         return hidden
 
     def mask(self, hidden: Tensor) -> Tensor | None:
-        """Dropout's, scaled, [s, b, h]; None: nothing is dropped."""
+        """Dropout's mask, scaled, [s, b, h]; None: nothing is dropped."""
         prob = self.context.config.hidden_dropout
         if not self.training or prob <= 0:
             return None

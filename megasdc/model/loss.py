@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from megasdc.model.fused import Compiled
 
 Observe = Callable[[str, Tensor], None]
-"""Called with the name of a rank's own intermediate result and the result, before a collective mixes ranks."""
+"""Function of the name of a rank's own intermediate result and the result, before a collective mixes ranks."""
 
 
 class TokenLoss:
@@ -234,7 +234,7 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _per_chunk(function: Compiled, logits: Tensor, *others: Tensor) -> list[Tensor]:
-    """Apply a function chunk by chunk; its results, [t] each."""
+    """Apply a function chunk by chunk; returns its results, [t] each."""
     found = [function(logits[part], *(one[part] for one in others)) for part in _chunks(logits)]
     return [torch.cat(results) for results in zip(*found, strict=True)]
 

@@ -195,7 +195,7 @@ def streamed_outputs(
         tokens: ids [b, s].
         vocab_size: real entries of the vocabulary.
         dtype: type of the parameters.
-        load: called with the parameters of a layer, by their names in the pipeline, to fill them.
+        load: function that fills the parameters of a layer, given by their names in the pipeline.
 
     Yields:
         Hidden states [s, b, h], the embeddings' first; the last are the logits [s, b, v], the padded vocabulary.
@@ -220,7 +220,7 @@ def streamed_outputs(
 
 
 def _context(model: ModelSection, vocab_size: int, dtype: torch.dtype) -> LayerContext:
-    """What the layers of a whole model need; their weights are not initialised, since they are loaded."""
+    """Context that the layers of a whole model share; their weights are not initialised, since they are loaded."""
     config = build_transformer_config(model, ParallelSection.model_validate({}), dtype)
     config.perform_initialization = False
     return LayerContext(

@@ -15,7 +15,7 @@ class ModelSizes:
 
     Args:
         positions: learned position table.
-        layer_matrices: those of ``layer`` that are in matrix products.
+        layer_matrices: parameters of ``layer`` that are in matrix products.
         final_norm: the norm before the output.
         output: output weights; 0 if tied to the embedding.
         attention_width: query heads times width of a head.
@@ -34,7 +34,7 @@ class ModelSizes:
 
     @property
     def total(self) -> int:
-        """Parameters of the whole model, tied ones counted once."""
+        """Number of parameters of the whole model, tied ones counted once."""
         return self.embedding + self.positions + self.layer * self.num_layers + self.final_norm + self.output
 
     def flops_per_token(self, sequence_length: int) -> float:

@@ -43,7 +43,7 @@ from megasdc.model.kinds import (
 )
 
 Emit = Callable[[str, str, str, Tensor], Tensor | None]
-"""Called with (phase, fqn, slot, result); returns None, or a value that replaces the result."""
+"""Function of (phase, fqn, slot, result), which returns None, or a value that replaces the result."""
 
 _COLUMN = frozenset({QKV, FC1, HEAD})
 _ROW = frozenset({PROJECTION, FC2})
@@ -56,7 +56,8 @@ class Submodule:
     Args:
         fqn: full name; its first number is the index of the layer in the whole pipeline.
         kind: one of ``megasdc.model.kinds.KINDS``.
-        module: its module; None for an activation, which Megatron-core computes in a function, and for the loss.
+        module: module of the submodule; None for an activation, which Megatron-core computes in a function, and for the
+            loss.
         parameters: its own parameters by name, without those of nested submodules.
     """
 
@@ -67,7 +68,7 @@ class Submodule:
 
     @property
     def layer(self) -> int | None:
-        """Index of its layer in the whole pipeline; None for the loss."""
+        """Index of the submodule's layer in the whole pipeline; None for the loss."""
         return None if self.kind == LOSS else int(self.fqn.split(".", 1)[0])
 
 
@@ -191,7 +192,7 @@ class Attachment:
         self._undo.callback(restore)
 
     def _attach_activation(self, fqn: str, mlp: Any) -> None:
-        """The result is FC2's input; the gradient of the input is that of FC1's output."""
+        """Observe an activation: its result is FC2's input; the gradient of its input is that of FC1's output."""
         self._hold(mlp.linear_fc2.register_forward_pre_hook(lambda _m, args: self._forward(fqn, "output", args[0])))
         if not self._gradients:
             return
@@ -260,7 +261,7 @@ class Attachment:
 
 
 def tap_gradient(value: Tensor, emit: Callable[[Tensor], Tensor | None]) -> Tensor:
-    """The same value; ``emit`` is called with its gradient, and returns None or what is used in its place."""
+    """Return the same value; ``emit`` is called with its gradient, and returns None or a gradient to use instead."""
     tapped: Tensor = _GradientTap.apply(value, emit)
     return tapped
 
@@ -284,7 +285,7 @@ def _first(output: Any) -> Tensor:
 
 
 OnInputs = Callable[[str, str, list[Tensor]], None]
-"""Called with (phase, fqn, tensors); phase is forward, also in recomputation, or backward."""
+"""Function of (phase, fqn, tensors); phase is forward, also in recomputation, or backward."""
 
 
 class Named(Protocol):
@@ -292,11 +293,11 @@ class Named(Protocol):
 
     @property
     def fqn(self) -> str:
-        """Its name."""
+        """Full dotted name."""
 
     @property
     def module(self) -> Any:
-        """What computes it."""
+        """The module that computes it; None: no module does."""
 
 
 class InputProbe:

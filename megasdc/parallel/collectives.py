@@ -36,7 +36,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, anything that can be pickled, in rank order, on every rank.
 
     Raises:
-        LaunchError: what came for a rank is not signed with the secret of the launch, or too large.
+        LaunchError: the value received for a rank is not signed with the secret of the launch, or too large.
 
     Collective: the group, default the world.
     """
@@ -56,7 +56,7 @@ def gather_objects_on(first: int, value: T, group: dist.ProcessGroup | None = No
     """Every rank's value, as of ``gather_objects``, on one rank; None on the others.
 
     Args:
-        first: that rank of the world.
+        first: rank of the world that gets the values.
 
     Raises:
         LaunchError: see ``gather_objects``.
@@ -80,8 +80,8 @@ def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup | No
     """A rank's value, anything that can be pickled, on every rank.
 
     Args:
-        value: looked at on that rank alone.
-        source: that rank of the world.
+        value: value to send; used on the source alone.
+        source: rank of the world that sends.
 
     Raises:
         LaunchError: see ``gather_objects``.
@@ -105,13 +105,13 @@ def broadcast_object(value: T | None, source: int, group: dist.ProcessGroup | No
 
 
 def _copy(value: T) -> T:
-    """What one rank alone has of its own value, which needs no secret: as if it had been sent."""
+    """Copy of a single rank's own value, as if it had been sent; it needs no secret."""
     copied: T = pickle.loads(pickle.dumps(value))
     return copied
 
 
 def _padded(content: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """A content as long as the longest of all ranks, and how long each is."""
+    """A content padded to the longest of all ranks, and the length of each."""
     size = torch.tensor([len(content)], device=_device(group))
     found = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, size, group=group)
@@ -126,7 +126,7 @@ def _as_tensor(content: bytes, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors of the group's collectives are: on the host, where it has a backend for that."""
+    """Device of tensors in the group's collectives: the host, where the group has a backend for that."""
     ours = dist.group.WORLD if group is None else group
     assert ours is not None, "the process group is not initialised"
     kinds = {device.type for device in ours._device_types}
@@ -159,7 +159,7 @@ _LOWEST = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class Agreed:
-    """Result of a comparison, the same on every rank, by the names of what was compared.
+    """Result of a comparison, the same on every rank, by the names of the compared values.
 
     Args:
         differing: for each value, the positions (pp_rank, tp_rank) at which replicas hold different values.
@@ -187,11 +187,11 @@ def compare_replicas(
     One MAX reduction of v and of its complement ~v yields the maximum and the complement of the minimum.
 
     Args:
-        values: unsigned 64-bit by name, the same names in the same order on every rank; compared over replicas.
-        flags: by name, as ``values``.
+        values: unsigned 64-bit numbers by name, the same names in the same order on every rank; compared over replicas.
+        flags: flags by name, as ``values``.
         group: a group of all ranks for tensors in host memory.
-        stage_values: as ``values``; compared over all ranks of a stage, tensor ranks too.
-        world_values: as ``values``; compared over all ranks.
+        stage_values: numbers as ``values``; compared over all ranks of a stage, tensor ranks too.
+        world_values: numbers as ``values``; compared over all ranks.
 
     Collective: all ranks of the world; 16 bytes a value and position.
     """
@@ -216,7 +216,7 @@ def compare_replicas(
 
 
 def _table(values: Collection[int], rows: int, own: int) -> torch.Tensor:
-    """[rows, 2 values]: this rank's values and their complements in its row, the lowest number elsewhere."""
+    """Table [rows, 2 values]: this rank's values and their complements in its row, the lowest number elsewhere."""
     table = torch.full((rows, 2 * len(values)), _LOWEST, dtype=torch.int64)
     signed = torch.tensor([value - (1 << 64) if value >> 63 else value for value in values], dtype=torch.int64)
     table[own] = torch.cat([signed, ~signed])
@@ -224,7 +224,7 @@ def _table(values: Collection[int], rows: int, own: int) -> torch.Tensor:
 
 
 def _unequal(table: torch.Tensor, rows: int, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """For each value, the rows whose largest and smallest differ."""
+    """Rows whose largest and smallest number differ, for each value by name."""
     number = len(names)
     table = table.view(rows, 2 * number)
     unequal = table[:, :number] != ~table[:, number:]
@@ -239,10 +239,10 @@ class Field:
 
     Args:
         give: returns this rank's number, called when its gradients are reduced; None: this rank has none.
-        reduction: ``MAX`` or ``MIN``, of the ranks' numbers.
+        reduction: ``MAX`` or ``MIN`` of the ranks' numbers.
         default: result where no rank has a number.
-        places: number of numbers that are agreed on.
-        place: which of them this rank gives, from 0.
+        places: how many numbers are agreed on.
+        place: place of the number that this rank gives, from 0.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class StepAgreement:
         """Ask every field for this rank's number, and start the reduction; does not block.
 
         Args:
-            fields: the same on all ranks, in the same order; empty: nothing is exchanged.
+            fields: fields, the same on all ranks, in the same order; empty: nothing is exchanged.
 
         Collective: the group.
         """

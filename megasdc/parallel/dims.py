@@ -99,7 +99,7 @@ class ReplicaWorld:
 
     Args:
         replicas: number of runs.
-        launch_size: ranks of the launch, a multiple of ``replicas``.
+        launch_size: number of ranks of the launch, a multiple of ``replicas``.
     """
 
     replicas: int
@@ -118,13 +118,13 @@ class ReplicaWorld:
 
         Args:
             replicas: number of runs.
-            environ: with RANK and WORLD_SIZE of the launch.
+            environ: environment with RANK and WORLD_SIZE of the launch.
         """
         return cls(replicas, int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1")))
 
     @property
     def world_size(self) -> int:
-        """Ranks of one run."""
+        """Number of ranks of one run."""
         return self.launch_size // self.replicas
 
     @property

@@ -31,7 +31,7 @@ def device_index(share: bool) -> int:
     """Index of this rank's GPU on its host.
 
     Args:
-        share: ranks of a host may share its GPUs, assigned round robin.
+        share: whether ranks of a host may share its GPUs, assigned round robin.
 
     Raises:
         LaunchError: there are fewer GPUs than ranks on this host, and they may not be shared.
@@ -124,7 +124,7 @@ def init_process_group(
             ``shutdown``.
         run_dir: run folder as configured, which distinguishes launches; None where there is none.
         on_met: called when all ranks have joined; a rank that exits alone after that may leave the others waiting.
-        share_devices: ranks of a host may share its GPUs.
+        share_devices: whether ranks of a host may share its GPUs.
 
     Raises:
         LaunchError: another launch uses that port, this host has fewer GPUs than ranks, or a library lacks a
@@ -168,7 +168,7 @@ def init_process_group(
 
 @contextmanager
 def without_inference_operator() -> Iterator[None]:
-    """Inside, ``deepspeed.init_distributed`` does not build the shared-memory operator of its inference layers.
+    """Context in which ``deepspeed.init_distributed`` does not build the shared-memory operator of inference layers.
 
     On a CPU it would compile the operator under a lock that a killed process does not release, leave 66 MB of buffers
     per rank in /dev/shm, and wait for its peers without handling signals (0.19.8, ``csrc/cpu/comm/shm.cpp``).
@@ -190,7 +190,7 @@ def default_store() -> dist.Store:
 
 
 _stores: list[dist.Store] = []
-"""That one: torch keeps only a part of it, and under NCCL another one."""
+"""The default store: torch keeps only a part of it, and under NCCL another one."""
 
 
 def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> ParallelDims:
@@ -199,7 +199,7 @@ def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> Paralle
     Args:
         tensor: tensor-parallel size.
         pipeline: number of pipeline stages.
-        timeout_s: of the groups.
+        timeout_s: timeout of the groups, in seconds.
 
     Raises:
         ValueError: the world size is not a multiple of ``tensor * pipeline``.
@@ -223,7 +223,7 @@ def init_model_parallel(tensor: int, pipeline: int, timeout_s: float) -> Paralle
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """A world of one rank, with the groups that Megatron-core's modules need; no port, no launcher.
+    """Context of a world of one rank, with the groups that Megatron-core's modules need; no port, no launcher.
 
     Groups that are there are used, and those of Megatron-core added where they are missing. An interface that gloo is
     to use (``GLOO_SOCKET_IFNAME``) is one of the hosts that train, and need not be here.
@@ -248,7 +248,7 @@ def single_process() -> Iterator[None]:
 
 @contextmanager
 def _own_model_parallel() -> Iterator[None]:
-    """Megatron-core's groups of one rank; those that are there are left as they are."""
+    """Context of Megatron-core's groups of one rank; groups that are there are left as they are."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -264,7 +264,7 @@ def _own_model_parallel() -> Iterator[None]:
 
 @contextmanager
 def _any_interface() -> Iterator[None]:
-    """Inside, gloo chooses the interface: a group of one rank talks to nobody."""
+    """Context in which gloo chooses the interface: a group of one rank talks to nobody."""
     given = os.environ.pop("GLOO_SOCKET_IFNAME", None)
     try:
         yield
@@ -302,7 +302,7 @@ def new_host_group(ranks: list[int]) -> dist.ProcessGroup:
 
 @contextmanager
 def own_model_groups() -> Iterator[None]:
-    """Build a second engine inside; afterwards DeepSpeed uses the groups of the first engine again."""
+    """Context to build a second engine; afterwards DeepSpeed uses the groups of the first engine again."""
     from deepspeed.utils import groups
 
     first = groups.mpu

@@ -45,11 +45,11 @@ PRELOAD = (
     "megasdc.pretrain",
     "megasdc.common.frozen",
 )
-"""Imported once by the server, in this order."""
+"""Modules that the server imports once, in this order."""
 logger = logging.getLogger(__name__)
 
 KILLED_S = 30.0
-"""Seconds until a process that was killed is gone, longer than it takes: one that waits in the kernel may never be."""
+"""Seconds to wait until killed processes are gone, longer than it takes: one that waits in the kernel may never go."""
 ORPHANED = 79
 """Exit code of a fork whose starter is gone, so that nobody would read its results; that of a lost peer."""
 
@@ -78,7 +78,7 @@ def kill_all(processes: Sequence[Process]) -> list[int]:
     """Kill processes and wait until they are gone, for ``KILLED_S`` together.
 
     Returns:
-        Ids of those that are not, which is told: they wait in the kernel, and are left.
+        Ids of processes that are not gone, which are reported: they wait in the kernel, and are left.
     """
     for process in processes:
         process.kill()
@@ -137,11 +137,12 @@ def start_module(
     """Run a module as ``python -m`` does.
 
     Args:
-        module: whose ``__main__`` part is run.
-        arguments: of the command line.
-        environment: of the process, whole. Settings that PyTorch reads while it is imported are the server's in a fork.
+        module: module whose ``__main__`` part is run.
+        arguments: arguments of the command line.
+        environment: whole environment of the process. In a fork, settings that PyTorch reads at its import are the
+            server's.
         stdin: an open file, or ``subprocess.DEVNULL``, as ``stdout`` and ``stderr``.
-        fresh: no fork, also where there are no GPUs.
+        fresh: whether the process is never a fork, also where there are no GPUs.
     """
     # PyTorch reads the number of threads when it is imported: of a fork it is the server's unless the module sets it.
     context = None if fresh or "OMP_NUM_THREADS" not in environment else fork_server()
@@ -162,9 +163,9 @@ class Fork:
     """A fork of the server that runs a module; it ends when the process that started it has gone.
 
     Args:
-        context: from ``fork_server``; a spawned process where that one spawns.
+        context: context of ``fork_server``, which spawns processes on hosts with GPUs.
         module: see ``start_module``; the others likewise.
-        streams: its standard input, output and error.
+        streams: standard input, output and error of the process.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Fork:
         """Wait for the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it runs on.
+            subprocess.TimeoutExpired: the process still runs.
         """
         ended = wait_for_any([self._process.sentinel], timeout)
         with self._one_reads:
@@ -239,7 +240,7 @@ class _Passed:
         return {"_copy": reduction.DupFd(self._number)}
 
     def take(self) -> int:
-        """The number in this process, once."""
+        """Number of the file in this process; may be called once."""
         return int(self._copy.detach())
 
 

@@ -52,8 +52,8 @@ MEETING_VARIABLE = "MEGASDC_MEETING"
 """Folder in which the ranks of a launch on one host meet; empty or absent: they meet at MASTER_ADDR and MASTER_PORT."""
 STORE_FILE, SECRET_FILE = "store", "secret"
 PRIVATE_VARIABLE = "MEGASDC_PRIVATE_NAME"
-"""Random part of the name of a folder in each host's memory, where ``megasdc launch`` leaves for this user alone what
-is secret of a launch on several hosts (``megasdc.ops.launch.on_host.private``); empty or absent: there is none."""
+"""Random part of the name of a folder in each host's memory, where ``megasdc launch`` keeps secrets of a launch on
+several hosts for this user alone (``megasdc.ops.launch.on_host.private``); empty or absent: there is none."""
 REMEDY = (
     "another launch uses the same port, or somebody who does not belong to this run reaches its hosts: choose another "
     "port with --master_port, and let nobody else reach that network (docs/guides/security.md)"
@@ -63,7 +63,7 @@ REMEDY_OF_LOGOUT = (
     "run for the user there, or set RemoveIPC=no in its logind.conf (docs/guides/security.md)"
 )
 LARGEST_OBJECT = 1 << 32
-"""Bytes of an object that ranks send each other, with its signature."""
+"""Largest size in bytes of an object that ranks send each other, with its signature."""
 _MAX_SECRET = 1 << 10
 _SIGNATURE = hashlib.sha256().digest_size
 _UNSIGNED = "unsigned"
@@ -99,7 +99,7 @@ def serve_store(address: str, port: int, timeout: datetime.timedelta = datetime.
 
     Args:
         port: 0: a free one.
-        timeout: of the store.
+        timeout: timeout of the store.
 
     Raises:
         OSError: the address is none of this host's, or the port is in use.
@@ -217,7 +217,7 @@ def verified_value(secret: bytes, name: str, signed: bytes) -> bytes:
         name: as for ``sign``.
 
     Raises:
-        LaunchError: it is not signed with this secret for this name.
+        LaunchError: the value is not signed with this secret for this name.
     """
     signature, value = signed[:_SIGNATURE], signed[_SIGNATURE:]
     if not hmac.compare_digest(signature, _signature(secret, name, value)):
@@ -229,18 +229,18 @@ def check_size(name: str, size: int) -> None:
     """Refuse a size that no signed object has, before there is memory for it: it is not signed itself.
 
     Args:
-        name: what has it, as for ``sign``.
-        size: in bytes.
+        name: name of the object, as for ``sign``.
+        size: size in bytes.
 
     Raises:
-        LaunchError: it has not.
+        LaunchError: no signed object has this size.
     """
     if not _SIGNATURE <= size <= LARGEST_OBJECT:
         raise LaunchError(f"{name}: of {size} bytes, a signed one has {_SIGNATURE} to {LARGEST_OBJECT}; {REMEDY}")
 
 
 def without_signature(signed: bytes) -> bytes:
-    """What somebody claims who may have signed it with another secret; to be shown, not to be believed."""
+    """Value without a check of its signature, which may be of another secret; to be shown, not to be believed."""
     return signed[_SIGNATURE:]
 
 
@@ -366,8 +366,8 @@ class Identity:
     """Identity of a rank, which it publishes at the rendezvous.
 
     Attributes:
-        rank: in the launch.
-        world_size: of the launch.
+        rank: rank in the launch.
+        world_size: number of ranks of the launch.
         launch: id set by ``megasdc launch`` or by the user; None: none.
         job: id of the scheduler's step that started the rank; None: none is known.
         run_dir: run folder as configured; None where there is none.
@@ -411,7 +411,7 @@ class Identity:
         """Return the identity that ``encode`` wrote.
 
         Raises:
-            LaunchError: it is none.
+            LaunchError: the text is no identity.
         """
         try:
             if len(text) > MOST_BYTES:
@@ -467,7 +467,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RANKS_SHOWN = 8
 MEETING_NAME_VARIABLE = "MEGASDC_MEETING_NAME"
-"""What tells a later meeting of ranks that go on without others from the first one; absent: it is the first."""
+"""Name of a later meeting of ranks that go on without others; absent: it is the first meeting."""
 NOT_AUTHENTICATED = (
     "ranks are not authenticated: whoever reaches {place} can take part in this run, and run code as you; start it "
     "with megasdc launch or megasdc run, which give ranks a secret (not under SLURM), or let nobody else reach its "
@@ -655,8 +655,8 @@ class AskedRanks:
     Every method raises LaunchError where a decision is not signed with the secret of the launch.
 
     Args:
-        rank: of this process in the launch.
-        world_size: ranks of the launch.
+        rank: rank of this process in the launch.
+        world_size: number of ranks of the launch.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -664,7 +664,7 @@ class AskedRanks:
         self._store: dist.Store | None = None
 
     def ask(self) -> bool:
-        """Note that this rank is asked; returns whether all are, and leave. False where the store does not answer."""
+        """Note that this rank is asked; returns whether all are, and leave; false if the store does not answer."""
         if self._world_size == 1:
             return True
 
@@ -699,7 +699,7 @@ class AskedRanks:
         return [f"{name}/{rank}" for rank in range(self._world_size)]
 
     def _call(self, action: Callable[[dist.Store], T]) -> T | None:
-        """Result of an action with the store; None: that does not answer in ``LOOK_S``.
+        """Result of an action with the store; None: the store does not answer in ``LOOK_S``.
 
         Raises:
             LaunchError: what the store holds is not signed with the secret of the launch.
@@ -725,7 +725,7 @@ _RETRY_S = 0.1
 
 
 def _decide(store: dist.Store, wanted: str) -> str:
-    """What was decided of the start: that, unless another rank was first."""
+    """Decision on the start: ``wanted``, unless another rank has decided before."""
     return str(store.compare_set(_DECISION, "", wanted).decode())
 
 
