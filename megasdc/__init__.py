@@ -27,7 +27,7 @@ _PUBLIC = {
     "read_events": "megasdc.events",
     "read_sweep": "megasdc.lab.sweeps.results",
 }
-"""Names for users' programs, with the module of each: imported where they are used, since some need PyTorch."""
+"""Modules of the names for users' programs, by name: imported where they are used, since some need PyTorch."""
 
 
 def __getattr__(name: str) -> Any:

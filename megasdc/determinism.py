@@ -111,10 +111,10 @@ def restore_rng(state: dict[str, Any]) -> None:
     """Restore every generator to the state that ``capture_rng`` returned.
 
     Args:
-        state: what ``capture_rng`` returned.
+        state: the value of ``capture_rng``.
 
     Raises:
-        CheckpointError: one of the saving process and this one has a CUDA device and the other has none.
+        CheckpointError: of the saving process and this one, only one has a CUDA device.
 
     Sync: copies one small tensor on CUDA.
     """

@@ -53,7 +53,7 @@ def load_latencies(path: Path) -> NDArray[np.float64]:
 
 
 BLOCK_REPLICAS = 128
-"""Replicas whose delays come from one generator."""
+"""Number of replicas whose delays come from one generator."""
 Seconds = NDArray[np.float64]
 
 
@@ -62,12 +62,12 @@ class DelayPlace:
     """One step of one block of replicas.
 
     Args:
-        seed: of the whole environment, >= 0.
+        seed: seed of the whole environment, >= 0.
         stream: index of this delay in the environment.
-        step: first is 1.
-        block: replicas from ``block * BLOCK_REPLICAS`` on.
-        micro_batches: micro-batches per step, M.
-        stages: pipeline stages.
+        step: number of the step; the first is 1.
+        block: number of the block: replicas from ``block * BLOCK_REPLICAS`` on.
+        micro_batches: number of micro-batches per step, M.
+        stages: number of pipeline stages.
     """
 
     seed: int
@@ -208,8 +208,8 @@ class Exponential(Delay):
 class Bursts(Delay):
     """Random bursts: a replica is slow for some steps, in all its micro-batches and stages.
 
-    ``probability``: that a burst of a replica begins in a step, in [0, 1]; ``delay_s``: of each micro-batch and stage
-    during a burst of ``num_steps``.
+    ``probability``: probability that a burst of a replica begins in a step, in [0, 1]; ``delay_s``: delay of each
+    micro-batch and stage during a burst of ``num_steps``.
     """
 
     kind = "bursts"
@@ -235,7 +235,7 @@ class Bursts(Delay):
 class SlowRank(Delay):
     """One replica is slower by a constant time in every step.
 
-    ``delay_s``: of each of its micro-batches; ``stage``: the slow pipeline stage, -1: all.
+    ``delay_s``: delay of each of its micro-batches; ``stage``: the slow pipeline stage, -1: all.
     """
 
     kind = "slow_rank"
@@ -261,8 +261,8 @@ class SlowRank(Delay):
 class SlowPeriods(Delay):
     """Every replica is slow for some steps of each period, each at its own random phase.
 
-    ``period_steps``: from the start of one slow period to the next; ``slow_steps``: of each period, at most
-    ``period_steps``; ``delay_s``: of each micro-batch and stage in a slow step.
+    ``period_steps``: steps from the start of one slow period to the next; ``slow_steps``: slow steps of each period, at
+    most ``period_steps``; ``delay_s``: delay of each micro-batch and stage in a slow step.
     """
 
     kind = "slow_periods"
@@ -332,4 +332,4 @@ KINDS: dict[str, type[Delay]] = {
     kind.kind: kind
     for kind in (BoundedLogNormal, Normal, Gamma, Exponential, Bursts, SlowRank, SlowPeriods, RecordedDelay, Resampled)
 }
-"""Kind by name."""
+"""Kinds of delays by name."""

@@ -23,7 +23,7 @@ from megasdc.common.durable import LineFile, parse_json
 from megasdc.common.origin import Launch, Moment, Origin, this_launch
 
 _LAST_SECOND = 253402300800.0
-"""After year 9999, which no calendar shows."""
+"""First second, since the epoch, after year 9999, which no calendar shows."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "rank": (int,),
     "monotonic": (int, float, NoneType),
 }
-"""Types of what a line has; of ``time`` and ``fields`` more is asked."""
+"""Types of the values of a line, by name; ``time`` and ``fields`` are checked further."""
 
 
 def event_of(raw: Mapping[str, Any]) -> Event:
@@ -196,10 +196,10 @@ def in_order(files: Iterable[Sequence[Event]]) -> list[Event]:
     is put by its date.
 
     Args:
-        files: of each file of events, in the order of its lines.
+        files: events of each file, in the order of its lines.
 
     Returns:
-        All of them, each with the number of its start as far as that is known.
+        All events, each with the number of its start as far as that is known.
     """
     rows = [list(one) for one in files]
     numbers = starts_of(event for one in rows for event in one)

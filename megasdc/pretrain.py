@@ -31,7 +31,7 @@ def pretrain(
 
 
 def _features() -> Features:
-    """The features, which are imported with PyTorch, once what it reads at its import is set."""
+    """The features of all storeys; imported with PyTorch, once the variables that it reads at its import are set."""
     from megasdc.features import FEATURES
 
     return FEATURES

@@ -60,7 +60,7 @@ EVENT_KIND = "drop"
 class DropReport:
     """Reports DropCompute's figures on rank 0; does nothing on other ranks, where ``writer`` is None.
 
-    ``steps``: of the run, before any compensation; ``interval``: steps between metrics.
+    ``steps``: number of steps of the run, before any compensation; ``interval``: number of steps between metrics.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DropReport:
         self._speaks = run.dims.rank == 0
 
     def start(self, tau_s: float | None) -> None:
-        """Report the rule at the start of a run; tau is None where it is to be chosen."""
+        """Report the rule at the start of a run; ``tau_s``: threshold in seconds, None: it will be chosen."""
         if not self._speaks:
             return
         rule = self._describe(tau_s)
@@ -150,7 +150,7 @@ class DropReport:
     def tuning(self, tuning: Tuning, wanted: int) -> dict[str, Any]:
         """Report a chosen threshold, or the drop rate of a given one; returns the event's fields, on all ranks.
 
-        ``wanted``: micro-batches that a larger batch is to complete.
+        ``wanted``: number of micro-batches that a larger batch must complete.
         """
         curve = tuning.curve
         fields: dict[str, Any] = {
@@ -186,7 +186,7 @@ class DropReport:
         return fields
 
     def _not_compensated(self, tuning: Tuning, wanted: int) -> None:
-        """Report that no larger batch completes what was planned before a given threshold."""
+        """Report that no larger batch completes the planned number of micro-batches with a given threshold."""
         step, completed, tau_s = self._run.step, tuning.completed, tuning.tau_s
         largest = largest_batch(wanted, self._section.max_drop_rate)
         fields: dict[str, Any] = {"wanted": wanted, "completed": completed, "largest": largest}
@@ -230,10 +230,10 @@ class DropCompute(Hook):
     decided on one rank of each replica.
 
     Args:
-        section: the section, enabled.
-        run: at the step from which it continues.
-        writer: where rank 0 writes metrics; None on other ranks.
-        interval: steps between metrics.
+        section: the section `drop_compute`, enabled.
+        run: the run, at the step from which it continues.
+        writer: writer of metrics on rank 0; None on other ranks.
+        interval: number of steps between metrics.
 
     Attributes:
         times: the hook that measures a step; it comes before hooks that take time.

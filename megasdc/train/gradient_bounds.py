@@ -47,8 +47,8 @@ class GradientBounds(Hook):
     """Runs the entries of `optimizer_hooks`; the last hook that changes gradients before the optimizer.
 
     Args:
-        interval: steps between reports.
-        writer: where rank 0 writes metrics; None on other ranks.
+        interval: number of steps between reports.
+        writer: writer of metrics on rank 0; None on other ranks.
 
     Raises:
         ConfigError: a file with a hook cannot be used.
@@ -166,7 +166,7 @@ class GradientBounds(Hook):
         return None
 
     def _explain(self, step: int, *, halted: bool) -> str:
-        """The place of NaN or Inf, as a sentence; emits an event on every rank that has some.
+        """Sentence on the place of NaN or Inf; writes an event on every rank that has some.
 
         Collective: all ranks of the world.
         """
@@ -279,7 +279,7 @@ def stage_parameter_names(engine: TrainingEngine) -> dict[Any, str]:
 
 
 def momentum_reset_of(specs: Sequence[HookSpec]) -> MomentumReset | None:
-    """When moments are reset; None: never."""
+    """Schedule of resets of moments among the hooks; None: they are never reset."""
     for spec in specs:
         if spec.hook == MOMENTUM_RESET:
             return MomentumReset(spec.interval, spec.warmup_steps, spec.warmup_start, spec.restart_bias_correction)

@@ -43,7 +43,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class EvalResult:
     """Loss of a model on a split: the mean over ``tokens`` in nats a token, its exponential, and remarks on both.
 
-    ``step``: of the weights, None for initial ones; ``samples`` are counted from the beginning of the split's stream.
+    ``step``: step of the weights, None: initial ones; ``samples``: number of samples, from the beginning of the split's
+    stream.
     """
 
     source: str
@@ -56,7 +57,7 @@ class EvalResult:
     notes: list[str]
 
     def render(self) -> str:
-        """As text for people."""
+        """The result as text for people."""
         of = "initial weights" if self.step is None else f"step {self.step}"
         return "\n".join(
             [
@@ -86,10 +87,10 @@ def evaluate_weights(
     Args:
         source: a checkpoint of any layout, a folder of checkpoints (newest complete one), or imported initial weights.
         config_path: configuration that names the data; needed for initial weights; None: that of the checkpoint.
-        split: which documents.
-        samples: at most so many; None: ``training.eval_samples``.
-        overrides: texts ``a.b.c=value``, of the keys in ``USED_KEYS``.
-        progress: draw a bar on standard error where it is a terminal.
+        split: name of the split of the documents.
+        samples: largest number of samples; None: ``training.eval_samples``.
+        overrides: changes of the keys in ``USED_KEYS``, as texts ``a.b.c=value``.
+        progress: whether a bar is drawn on standard error, where it is a terminal.
 
     Raises:
         ConfigError: no configuration, a wrong one, or another vocabulary than the data's.
@@ -219,7 +220,7 @@ MAX_SEED = 2**64 - 1
 class GenerateResult:
     """A generated continuation, with the ids of its tokens, the end-of-document one included.
 
-    ``step``: of the weights, None for initial ones; ``stopped``: ``end of document``, or ``max tokens``.
+    ``step``: step of the weights, None: initial ones; ``stopped``: ``end of document``, or ``max tokens``.
     """
 
     source: str
@@ -247,12 +248,12 @@ def generate(
     Args:
         source: a checkpoint of any layout, a folder of checkpoints (newest complete one), or imported initial weights.
         prompt: the text; empty: the beginning of a document.
-        max_tokens: most tokens to add; the model sees the last ``max_positions`` ones.
+        max_tokens: largest number of tokens to add; the model sees the last ``max_positions`` ones.
         temperature: divides the logits before sampling; 0: the most probable token is taken.
-        top_k: sample among so many most probable tokens; 0: among all.
-        seed: of the sampling.
-        tokenizer: folder or file; None: the one that belongs to the weights.
-        progress: draw a bar on standard error where it is a terminal.
+        top_k: number of the most probable tokens that are sampled from; 0: all.
+        seed: seed of the sampling.
+        tokenizer: folder or file of the tokenizer; None: the one that belongs to the weights.
+        progress: whether a bar is drawn on standard error, where it is a terminal.
 
     Raises:
         ConfigError: a number out of range.

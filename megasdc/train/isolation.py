@@ -43,8 +43,8 @@ class IsolationError(CorruptionError):
     """Silent data corruption of replicas without which the others can go on.
 
     Args:
-        step: in which it was found.
-        ranks: that are wrong.
+        step: step in which it was found.
+        ranks: ranks that are wrong.
     """
 
     def __init__(self, message: str, step: int, ranks: Collection[int]) -> None:
@@ -57,11 +57,11 @@ class SurvivingRanks:
     """The ranks of a launch that go on.
 
     Args:
-        ranks: their numbers when the launch began, by rank.
-        launch_size: ranks with which it began.
+        ranks: numbers that these ranks had when the launch began, by rank.
+        launch_size: number of ranks with which it began.
         wrong: numbers, when it began, of the ranks that were found wrong.
         since: step in which the first replica was found wrong.
-        found: step in which the last was.
+        found: step in which the last replica was found wrong.
     """
 
     ranks: tuple[int, ...]
@@ -84,7 +84,7 @@ class SurvivingRanks:
         return ParallelDims.from_world(dims.tensor, dims.pipeline, self.launch_size, self.ranks[dims.rank])
 
     def tell(self, events: EventLog, replicas: int) -> None:
-        """Report that the run goes on without some ranks; ``replicas``: that are left."""
+        """Report that the run goes on without some ranks; ``replicas``: number of replicas that are left."""
         logger.warning("the run goes on with %d replicas, without ranks %s of the launch", replicas, self.left_out)
         said: dict[str, Any] = {"since": self.since, "left_out": self.left_out, "wrong": self.wrong}
         said["launch_ranks"] = self.ranks
@@ -92,11 +92,11 @@ class SurvivingRanks:
 
 
 class IsolationLimit(Hook):
-    """Ends a run that has gone on for so many steps without replicas.
+    """Ends a run that has gone on without some replicas for a number of steps.
 
     Args:
-        remaining: of the launch.
-        max_steps: without a replica.
+        remaining: ranks that are left of the launch.
+        max_steps: largest number of steps without a replica.
     """
 
     def __init__(self, remaining: SurvivingRanks, max_steps: int) -> None:
@@ -104,7 +104,7 @@ class IsolationLimit(Hook):
         self._remaining = remaining
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Stop after the last step that may be done so."""
+        """Stop after the last step that may be taken without replicas."""
         if run.step >= self._last and not run.is_last_step:
             run.end.reason = f"sdc.isolation.max_steps without ranks {self._remaining.left_out} of the launch"
             run.events.emit("stop", "requested", step=run.step, reason=run.end.reason)
@@ -122,8 +122,8 @@ def leave_replicas_out(
 
     Args:
         step: in which ranks were found wrong.
-        wrong: these ranks, whose replicas are left out.
-        before: which ranks had remained until now; None: all.
+        wrong: the wrong ranks, whose replicas are left out.
+        before: ranks that had remained until now; None: all.
         held: folders of the launch, which are released: another rank may hold them from now on.
 
     Returns:
@@ -171,7 +171,7 @@ def _take_apart(engine: TrainingEngine) -> None:
 
 
 def free_previous_run() -> None:
-    """Free what the run before has held, once nothing refers to it: its modules and hooks are in cycles."""
+    """Free the objects of the run before, once nothing refers to them: its modules and hooks are in cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -46,7 +46,7 @@ class StageMemory:
 
     @property
     def on_device(self) -> float:
-        """Needed at once, without the state: gradients grow while activations shrink."""
+        """Bytes needed at once, without the state: gradients grow while activations shrink."""
         return self.weights + max(self.gradients, self.activations)
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ def memory_of_stages(config: RunConfig, vocab_size: int, data: int | None, micro
     """Lower bounds of a rank's memory, for each pipeline stage.
 
     Args:
-        vocab_size: entries of the vocabulary.
-        data: replicas that the optimizer's state is divided over; None: unknown, the state is not counted.
-        micro_batch_size: samples of a micro-batch.
+        vocab_size: number of entries of the vocabulary.
+        data: number of replicas that the optimizer's state is divided over; None: unknown, the state is not counted.
+        micro_batch_size: number of samples of a micro-batch.
     """
     sections, model = config.megasdc, config.megasdc.model
     vocab = -(-vocab_size // model.vocab_multiple) * model.vocab_multiple
@@ -113,7 +113,7 @@ def check_memory(
     of this rank's accelerator, None: it computes on the host.
 
     Raises:
-        ConfigError: with the numbers.
+        ConfigError: the model cannot fit; with the numbers.
     """
     own = stages[stage]
     if device is not None and own.on_device + (0 if _offloads(config) else own.state) > device:
@@ -179,7 +179,7 @@ HOST_BUCKET_ELEMENTS = 2_000_000
 With DeepSpeed's own default all gradients of a step are copied into newly allocated memory at once.
 """
 DEVICE_BUCKET_ELEMENTS = 500_000_000
-"""The same on a GPU: DeepSpeed's default."""
+"""``zero_optimization.reduce_bucket_size`` on a GPU where the file does not set it: DeepSpeed's default."""
 BF16_REDUCE_ELEMENTS = 500_000_000
 """Gradients that BF16_Optimizer flattens into one new tensor to reduce (``MEMORY_OPT_ALLREDUCE_SIZE``)."""
 FP32 = 4

@@ -32,8 +32,8 @@ class StartClock:
     """Records when the parts of a rank's start end.
 
     Args:
-        started_at: when training's own code began, on the clock of ``time.monotonic``.
-        again: the process has trained before; the first part begins now, not with the process.
+        started_at: time at which training's own code began, on the clock of ``time.monotonic``.
+        again: whether the process has trained before; the first part then begins now, not with the process.
     """
 
     def __init__(self, started_at: float, *, again: bool = False) -> None:
@@ -50,7 +50,7 @@ class StartClock:
 
 
 KEPT_BYTES = 2**30
-"""Freed blocks up to this size, and a free heap top up to this size, are kept."""
+"""Size in bytes up to which freed blocks, and a free heap top, are kept."""
 OLDER_KEPT_BYTES = 2**25
 """The largest block size that glibc before 2.36 accepts."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -73,7 +73,7 @@ def prepare_cpu(threads: int) -> None:
     """On a machine without an accelerator, set this rank's CPU threads and keep freed memory in the process.
 
     Args:
-        threads: 0 leaves PyTorch's choice.
+        threads: number of threads; 0: PyTorch's choice.
     """
     if torch.cuda.is_available():
         return
@@ -102,7 +102,7 @@ class CollectionTimer:
         return spans
 
     def take(self) -> float:
-        """Their seconds."""
+        """Seconds of the collections since the last call."""
         return sum(end - start for start, end in self.take_spans())
 
     def close(self) -> None:

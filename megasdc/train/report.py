@@ -1,4 +1,4 @@
-"""What a run reports: a line for each log interval, a progress bar on a terminal, evaluations, metrics and their sinks.
+"""Reports of a run: a line for each log interval, a progress bar on a terminal, evaluations, metrics and their sinks.
 
 DeepSpeed's keys ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet``, and ``megasdc.logging.prometheus`` configure
 the sinks; DeepSpeed itself gets none of these keys but ``comet``.
@@ -52,9 +52,9 @@ class Reporter(Hook):
 
     Args:
         flops_per_token: FLOPs of a token, forward and backward.
-        split: of the time of a step; attached to the engine on rank 0 only, None elsewhere.
-        collections: time of garbage collection; on rank 0 only, None elsewhere.
-        writer: where rank 0 writes; None elsewhere.
+        split: time of a step by part, attached to the engine on rank 0; None elsewhere.
+        collections: timer of garbage collections on rank 0; None elsewhere.
+        writer: writer of metrics on rank 0; None elsewhere.
         peak: peak TFLOP/s of a device; None: not known, MFU is not reported.
         progress: whether rank 0 shows a bar.
     """
@@ -282,7 +282,7 @@ FILE_SINKS: dict[str, Callable[[Path, int], Sink]] = {"tensorboard": TensorBoard
 
 
 def build_writer(config: RunConfig, run: Run) -> MetricsWriter | None:
-    """The writer of a run's metrics with its sinks, at the step from which the run goes on; None on other ranks than 0.
+    """The writer of a run's metrics with its sinks, at the step from which the run goes on; None on ranks other than 0.
 
     A sink that cannot be opened, or fails later, is a warning and the event ``metrics/sink_failed``.
     """
@@ -302,7 +302,7 @@ def sink_folder(deepspeed: dict[str, Any], key: str) -> Path | None:
 
 
 def _openers(config: RunConfig, run: Run) -> dict[str, Callable[[], Sink]]:
-    """How to open each sink that the configuration enables, by name."""
+    """Functions that open each sink that the configuration enables, by name."""
     openers: dict[str, Callable[[], Sink]] = {}
     for key, kind in FILE_SINKS.items():
         if (folder := sink_folder(config.deepspeed, key)) is not None:
