@@ -165,7 +165,7 @@ PURPOSES = {
     Slot.KEEP: "what is saved",
     Slot.END: "what may damage a checkpoint that is whole; then what one rank waits for alone",
 }
-"""What happens in each slot."""
+"""Purpose of each slot."""
 
 
 class Hook:

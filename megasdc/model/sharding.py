@@ -117,7 +117,7 @@ def join_shards(shards: Sequence[Tensor], split: Split) -> Tensor:
 
     Args:
         shards: one per tensor rank, in order.
-        split: how they were split.
+        split: kind of their split.
 
     Returns:
         The unsharded parameter, the vocabulary with its padding.

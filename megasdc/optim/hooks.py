@@ -59,7 +59,7 @@ def load_hook(path: str, name: str, settings: dict[str, Any], place: str) -> Gra
     Args:
         path: the file; it is executed.
         settings: keyword arguments.
-        place: where it is configured, for messages.
+        place: place in the configuration, for messages.
 
     Raises:
         ConfigError: the file cannot be run, or has no such class, or the class rejects the settings.

@@ -69,7 +69,7 @@ def local_rank_environment(rank: int, ranks: int, threads: int, place: Mapping[s
     Args:
         ranks: size of the world.
         threads: CPU threads of the rank (OMP_NUM_THREADS); 0: unchanged.
-        place: where the ranks meet, ``environment`` of ``LocalMeeting`` or ``HostsMeeting``.
+        place: variables of the place where the ranks meet: ``environment`` of ``LocalMeeting`` or ``HostsMeeting``.
     """
     return {
         **base_environment(threads),
@@ -82,7 +82,7 @@ def local_rank_environment(rank: int, ranks: int, threads: int, place: Mapping[s
 
 
 class LocalMeeting:
-    """Where ranks meet that this process starts on this host: a folder of this user's alone, and no port.
+    """Meeting place of ranks that this process starts on this host: a folder of this user's alone, and no port.
 
     The folder is removed by ``close``, with this object, or when the process ends; that of a process that was killed is
     removed by the next one.
@@ -118,12 +118,12 @@ class LocalMeeting:
 
 
 class HostsMeeting:
-    """Where ranks of several hosts meet that none of them hosts: torch's key-value store, on one address of this host.
+    """Meeting place of ranks of several hosts, hosted by none of them: torch's store, on one address of this host.
 
     They have the secret of the launch in whose environment they are, if it gave one.
 
     Args:
-        address: by which the other hosts reach this one.
+        address: address by which the other hosts reach this one.
 
     Raises:
         OSError: it is none of this host's.

@@ -111,7 +111,7 @@ def fork_server() -> Any:
     import everything, on a host with GPUs.
 
     Raises:
-        LaunchError: what the ranks need cannot be compiled.
+        LaunchError: an operator that the ranks need cannot be compiled.
     """
     import torch
 

@@ -205,7 +205,7 @@ def sign(secret: bytes, name: str, value: bytes) -> bytes:
     """A value with its signature before it.
 
     Args:
-        name: what the value is, which the signature covers too.
+        name: name of the value, which the signature covers too.
     """
     return _signature(secret, name, value) + value
 
@@ -702,7 +702,7 @@ class AskedRanks:
         """Result of an action with the store; None: the store does not answer in ``LOOK_S``.
 
         Raises:
-            LaunchError: what the store holds is not signed with the secret of the launch.
+            LaunchError: a value in the store is not signed with the secret of the launch.
         """
 
         def call() -> T:

@@ -329,7 +329,7 @@ class TimeShares:
 
 @dataclass(frozen=True)
 class Cadence:
-    """Which steps look at results, and at how many micro-batches each.
+    """Cadence of looks: which steps look at results, and at how many micro-batches.
 
     Args:
         micro_batches: number of micro-batches that such a step looks at, others each time.

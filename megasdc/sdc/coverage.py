@@ -155,7 +155,7 @@ class Shape:
         every: number of steps from one such look to the next.
         recomputes: whether activations are recomputed.
         pipeline: number of stages.
-        within: what is said, by phase, of slices that are compared within a tolerance since a step of the run; and of
+        within: texts, by phase, on slices that are compared within a tolerance since a step of the run; and of
             ``AUDIT`` and ``GOLDEN`` what is left of them: ``NOTHING``, or at how many positions replicas are compared.
         slices: number of slices of the optimizer, on the rank that has most; None: not known before a start.
         products: number of products of linear layers, on the rank that has most; None: not known before a start.

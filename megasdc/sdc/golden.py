@@ -74,7 +74,7 @@ def read_sealed_header(path: Path, wanted: Sequence[str], remedy: str) -> dict[s
 
     Args:
         wanted: formats that it may have.
-        remedy: what makes the file, for the message where it is missing.
+        remedy: advice how to make the file, for the message where it is missing.
 
     Raises:
         TraceError: the file is missing, truncated, edited or of another format, or names an unknown algorithm.

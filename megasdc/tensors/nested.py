@@ -26,7 +26,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_in(kind: type[T], value: Any, change: Callable[[T], Any]) -> Any:
-    """The same tuples, lists and dicts inside one another, with each object of a kind changed; others stay."""
+    """Copy of nested tuples, lists and dicts, with each object of a kind changed; other objects stay."""
     if isinstance(value, kind):
         return change(value)
     if type(value) is dict:

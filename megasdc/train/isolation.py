@@ -121,7 +121,7 @@ def leave_replicas_out(
     """End the process groups of a run whose hooks are closed, and let the ranks of other replicas meet anew.
 
     Args:
-        step: in which ranks were found wrong.
+        step: step in which ranks were found wrong.
         wrong: the wrong ranks, whose replicas are left out.
         before: ranks that had remained until now; None: all.
         held: folders of the launch, which are released: another rank may hold them from now on.

@@ -252,7 +252,7 @@ class Evaluator(Hook):
 
     Args:
         loader: the validation samples.
-        writer: where rank 0 writes; None on other ranks.
+        writer: writer of metrics on rank 0; None on other ranks.
     """
 
     def __init__(self, loader: EvalLoader, interval: int, writer: MetricsWriter | None) -> None:

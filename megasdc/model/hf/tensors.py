@@ -37,8 +37,8 @@ class TensorMapping:
     Args:
         ours: our name; empty for ``Form.ZERO``.
         theirs: their names, in the order of ``form``.
-        form: how they relate.
-        width: elements, for ``Form.ZERO`` only.
+        form: relation of our tensor to theirs.
+        width: number of elements, for ``Form.ZERO`` only.
     """
 
     ours: str

@@ -1,1 +1,1 @@
-"""What ranks have computed, computed again in fp64: products, the reduction, the optimizer."""
+"""Results of ranks, computed again in fp64: products, the reduction, the optimizer."""

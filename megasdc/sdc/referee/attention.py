@@ -52,9 +52,9 @@ def attended(
     Args:
         query: [d], and what it may be off by.
         keys: those that the row may see, [T, d], likewise.
-        values: of the wanted columns, [T, n].
+        values: the wanted columns of the values, [T, n].
         kind: type of the result.
-        mask: of dropout, for the weights, [T]; with one, scores and weights are rounded to the type; None: none.
+        mask: mask of dropout, for the weights, [T]; with one, scores and weights are rounded to the type; None: none.
     """
     (asked, asked_off), (seen, seen_off), values = query, keys, values.double()
     count, width = seen.shape
@@ -137,9 +137,9 @@ def head_gradients(
     Args:
         query: [T, d], rotated if it is; key likewise.
         value: [T, d].
-        gradient: of the output, [T, d].
+        gradient: gradient of the output, [T, d].
         kind: type of all of them.
-        mask: of dropout, for the weights, [T, T]; with one, scores and weights are rounded to the type; None: none.
+        mask: mask of dropout for the weights, [T, T]; with one, scores and weights are rounded to the type; None: none.
     """
     values, slopes = given(value), given(gradient)
     found: list[Off] = []

@@ -468,7 +468,7 @@ def attention_output(call: Call, result: Tensor) -> Exhibit:
     turn = _rotation(call)
 
     def seen(tensor: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Of tokens, [T, d], rotated where the module does that."""
+        """Query or key of tokens, [T, d], rotated where the module does that, and its errors."""
         tokens = tensor.cpu()
         if turn is None:
             return tokens.double(), torch.zeros_like(tokens, dtype=torch.float64)
@@ -504,7 +504,7 @@ def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit:
         return given(tokens) if turn is None else Off(*rotated(tokens, *turn, kind))
 
     def of_head(sample: int, head: int) -> Off:
-        """Of all tokens of one head of the result; key and value have those of all queries that share it."""
+        """Gradient of one head, for all tokens; key and value sum those of all queries that share them."""
         queries = [head] if slot == "query" else range(head * shared, (head + 1) * shared)
         parts = [
             head_gradients(

@@ -1,4 +1,4 @@
-"""How far rounding may take a device's results from those in fp64: proven bounds, and an estimate for any other code.
+"""Rounding errors of a device's results against fp64: proven bounds, and an estimate for any other code.
 
 A sum of K terms is computed in a type with unit roundoff u, in any order, with or without fused multiply-add. Each term
 passes through at most K roundings, its product included, so that the computed sum differs from the exact one by at most
