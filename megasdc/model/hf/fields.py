@@ -183,7 +183,7 @@ def _llama_fields(read: _Reader) -> dict[str, Any]:
 
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
-"""Keys of the rotation's settings in transformers 5 and before; if a file has both, its version decides."""
+"""Keys of the rotation's settings, of transformers 5 and of earlier versions; which counts depends on the version."""
 _NEUTRAL = {"partial_rotary_factor": 1.0, "factor": 1.0, "attention_factor": 1.0}
 """Values of further keys of these with which the angles are those of type ``default``."""
 
