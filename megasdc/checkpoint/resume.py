@@ -116,11 +116,9 @@ def find_checkpoint(
     Args:
         dims: position in the layout that the checkpoint must have; None: any layout, where the storage is shared.
         verify: whether checksums are compared; otherwise only the list of files, their sizes and their pickles.
-        resume: what to do if there is no checkpoint (auto: return None; must: raise an error) or if there is one
-            (never: raise an error).
+        resume: without a checkpoint, auto returns None and must raises an error; with one, never raises an error.
         require_verified: whether candidates are passed over; auto: if there is a corruption mark on any node.
-        at_most: last step that every replica of the study has; newer checkpoints are passed over. 0: all are; None:
-            none.
+        at_most: last step that every replica of the study has; newer checkpoints are passed over; None: no limit.
         newest: last step that this and later resumes may use; newer checkpoints are passed over. None: no limit.
 
     Returns:
