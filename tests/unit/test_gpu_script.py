@@ -137,6 +137,7 @@ def test_a_signal_ends_the_running_part(
     assert "a signal" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
     """Without a package that every rank needs: exit code 2, its name, and how to carry it; without torch too."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -28,6 +28,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_kinds_are_balanced_and_no_name_is_in_both(task: Path) -> None:
     """Documents and questions have each kind equally often; questions ask for names that are in no document."""
     documents = [line["text"].split(" is a ") for line in read(task / "train.jsonl")]

@@ -100,6 +100,7 @@ def test_no_reader_can_lock_what_guards_a_run(folder: Path) -> None:
             assert (folder / name).exists() and not could, name
 
 
+@pytest.mark.slow
 @as_root
 def test_a_lock_of_an_earlier_version_that_a_reader_holds_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch

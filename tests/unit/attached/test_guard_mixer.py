@@ -70,6 +70,7 @@ def test_a_wrong_function_is_named_by_what_is_around_it(kind: torch.dtype, phase
     assert judged.opinion.basis == OWN_CODE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_of_two_kernels_of_it_neither_is_named(kind: torch.dtype) -> None:
     """Both are right; they round otherwise."""

@@ -65,6 +65,7 @@ def test_a_wrong_submodule_is_named(model: str, precision: str, submodule: str, 
     assert [one.basis for one in found.rulings] == [basis]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hooked", [(0, 1), (0,), (1,)])
 def test_eager_attention_and_hooks_of_the_training_are_judged(hooked: tuple[int, ...]) -> None:
     """Softmax attention of several operations; a layer with a hook, also on one rank alone, by its class's code."""
@@ -120,6 +121,7 @@ def quiet() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_the_campaign_of_disputes(quiet: None) -> None:
     """A short run: nobody healthy is named; what is wrong is."""
     before: Any = F.scaled_dot_product_attention

@@ -38,6 +38,7 @@ def rendered(result):
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_every_comparison_is_made(result):
     """Both ways to read once have the bar, the others none; one case has a share of 1e-4 of elements to bound."""
     host = [one for one in result.comparisons if one.device == "cpu"]

@@ -27,6 +27,7 @@ def rendered(result):
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_every_type_and_size_is_compared(result):
     """There is one comparison a type and size, each over the wanted number of pairs, with positive rates."""
     every = [one for one in result.comparisons if one.device == "cpu"]
@@ -76,6 +77,7 @@ def test_verdicts_follow_the_bars(result):
         assert good.passed and not bad.passed and "FAIL" in rendered(bad)
 
 
+@pytest.mark.slow
 def test_threads_are_given_back(result):
     """The process has as many threads after a measurement as before."""
     before = torch.get_num_threads()

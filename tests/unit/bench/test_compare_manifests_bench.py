@@ -16,6 +16,7 @@ from tools.bench.checkpoints.options import CompareManifestsOptions
 from tools.bench.commands import app
 
 
+@pytest.mark.slow
 def test_a_small_one_is_found_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one block is found; a bar that is missed gives exit code 1."""
     monkeypatch.setattr(compare_manifests, "BAR_S", 0.0)

@@ -11,6 +11,7 @@ from tools.bench.health import week
 from tools.bench.health.week import Growth, measure_growth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grow", "count"),
     [
@@ -28,6 +29,7 @@ def test_nothing_grows(grow: Callable[[Path, int], Growth], count: int, tmp_path
     assert not found.file_limit_bytes or found.file_bytes > 0, "its file was looked at"
 
 
+@pytest.mark.slow
 def test_the_journal_and_the_speeds_stay_below_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that would be several times as large as their limits are cut."""
     monkeypatch.setattr("megasdc.ops.health.agent.MAX_LINES_BYTES", 20_000)

@@ -75,6 +75,7 @@ def test_a_resume_tells_how_far_its_checksums_are(
     assert all(text.startswith("checksums of the checkpoint of step 2") for text in caplog.messages)
 
 
+@pytest.mark.slow
 def test_a_manifest_comes_back_and_any_flipped_bit_is_found(tmp_path: Path) -> None:
     """Every single changed bit of a manifest, and every cut, is refused."""
     path = make_checkpoint(tmp_path)

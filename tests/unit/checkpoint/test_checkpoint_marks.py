@@ -97,6 +97,7 @@ def test_a_mark_is_of_its_own_save(tmp_path: Path) -> None:
     assert list_verified(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_mark_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

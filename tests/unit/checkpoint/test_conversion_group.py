@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # Killed processes stay in their group until somebody waits for them; this program adopts them and takes its time.
 PROGRAM = """
 import ctypes, os, subprocess, sys, threading, time
@@ -30,6 +32,7 @@ print("waited" if gone.is_set() else "left early", leader.returncode)
 """
 
 
+@pytest.mark.slow
 def test_killed_workers_are_waited_for() -> None:
     """A worker that takes a while to die holds the end up, so that what it wrote can be removed."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)

@@ -68,6 +68,7 @@ def test_what_nobody_uses_is_removed_once_it_is_old(shared: Path) -> None:
     assert not old.exists() and not list(shared.glob("*removed*"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_lingers_is_not_forgotten(shared: Path) -> None:
     """Whoever keeps it shows that; it goes at its time, and stays for a start that has taken it."""
     folder = folder_of("failed", 1e6, linger_s=3.0)
@@ -86,6 +87,7 @@ def test_a_folder_that_lingers_is_not_forgotten(shared: Path) -> None:
     assert not keeper.is_alive() and taken.exists()
 
 
+@pytest.mark.slow
 def test_memory_that_is_let_go_is_removed_at_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what a supervisor sends to a host that its run does without; that of another run stays."""
     shared_path = release.pathlib.Path

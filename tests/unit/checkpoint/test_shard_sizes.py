@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from megasdc.checkpoint.files import shards_of
@@ -17,6 +18,7 @@ def owned(total: int, replicas: int, dp_rank: int) -> range:
     return range(dp_rank * length, dp_rank * length + numel)
 
 
+@pytest.mark.slow
 def test_exactly_the_shards_with_a_part_are_named() -> None:
     """Groups of all sizes, small ones too, and any numbers of replicas; one at least, for the settings in its file."""
     chance = random.Random(1)

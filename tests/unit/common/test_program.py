@@ -33,6 +33,7 @@ def megasdc(*arguments: object, **options: Any) -> subprocess.CompletedProcess[b
     return subprocess.run([sys.executable, "-m", "megasdc", *map(str, arguments)], check=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "code"),
     [
@@ -54,6 +55,7 @@ def test_a_result_that_cannot_be_printed_has_one_exit_code(start: list[str], cod
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 def test_streams_of_ascii_alone() -> None:
     """What ASCII has no letter for is printed escaped, in help, results and messages."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
@@ -213,6 +215,7 @@ def test_what_is_no_file_is_refused_before_the_work(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     """Inside a folder that is read, too: told with its path, where the file is needed; writing and <(command) go on."""
     (tmp_path / "run" / "step_00000001").mkdir(parents=True)

@@ -76,6 +76,7 @@ def test_small_files_without_room_are_written_later(small: Path) -> None:
     assert room.waiting_s() == 0 and path.read_text() == "last" * 2000
 
 
+@pytest.mark.slow
 def test_the_journal_waits_for_room_and_gives_up_after_the_limit(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry that had room for a part of it is written whole later; without room for too long it is an error."""
     said: list[str] = []
@@ -95,6 +96,7 @@ def test_the_journal_waits_for_room_and_gives_up_after_the_limit(small: Path, mo
     assert [one.kind for one in read_journal(small)] == ["opened", "long"]
 
 
+@pytest.mark.slow
 def test_an_entry_that_waits_is_not_written_to_another_supervisors_journal(small: Path) -> None:
     """Which has taken the run over meanwhile, as it may where a file server gives the lock away."""
     with Journal(small, lambda text: None) as journal:
@@ -114,6 +116,7 @@ def test_an_entry_that_waits_is_not_written_to_another_supervisors_journal(small
         assert journal.path.read_text().splitlines()[-1] == "another's"
 
 
+@pytest.mark.slow
 def test_who_is_asked_to_end_does_not_wait_for_long(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it waits for at that moment, and what it writes after that; who is not asked waits on."""
     monkeypatch.setattr(room, "END_S", 1.0)
@@ -131,6 +134,7 @@ def test_who_is_asked_to_end_does_not_wait_for_long(small: Path, monkeypatch: py
     assert not room.is_asked_to_end()
 
 
+@pytest.mark.slow
 def test_a_ledger_without_room_keeps_what_it_is_told(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until there is room, or its supervisor ends; what is lost then is said."""
     monkeypatch.setattr(room, "END_S", 0.5)
@@ -218,6 +222,7 @@ def test_lines_are_kept_while_a_disk_fails(tmp_path: Path, capsys: pytest.Captur
     assert str(events.path) in said[0] and str(metrics.path) in said[1]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_where_nothing_waits_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting it is an error, which names the file; when a file is closed its last line is tried again."""
     lines = room.LineFile(tmp_path / "lines")
@@ -235,6 +240,7 @@ def test_a_disk_that_fails_where_nothing_waits_and_at_the_end(tmp_path: Path, mo
     assert room.waiting_s() == 0
 
 
+@pytest.mark.slow
 def test_a_file_that_gets_room_while_it_is_closed_is_whole(small: Path) -> None:
     """Nothing waits then, and nothing is lost."""
     lines = room.LineFile(small / "lines")
@@ -248,6 +254,7 @@ def test_a_file_that_gets_room_while_it_is_closed_is_whole(small: Path) -> None:
     assert room.waiting_s() == 0
 
 
+@pytest.mark.slow
 def test_what_was_given_up_does_not_wait_any_more(small: Path) -> None:
     """A run that has room again is not stopped for the sake of a file that nobody writes."""
     filler = fill(small)
@@ -257,6 +264,7 @@ def test_what_was_given_up_does_not_wait_any_more(small: Path) -> None:
     assert room.waiting_s() == 0
 
 
+@pytest.mark.slow
 def test_no_room_for_too_long_has_an_exit_code_of_its_own(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says which file it was."""
     monkeypatch.setattr(room._process, "limit_s", 0.1)
@@ -267,6 +275,7 @@ def test_no_room_for_too_long_has_an_exit_code_of_its_own(small: Path, monkeypat
     room._process.since.clear()
 
 
+@pytest.mark.slow
 def test_what_can_neither_be_written_nor_kept_is_counted_and_said(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

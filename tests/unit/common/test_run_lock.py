@@ -156,6 +156,7 @@ def test_another_host_lives_while_its_record_changes(tmp_path: Path, said: list[
     beating.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server_keeps_lock", [False, True])
 def test_another_host_is_gone_when_its_record_stands_still(
     tmp_path: Path, said: list[str], quick: None, server_keeps_lock: bool, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +178,7 @@ def test_another_host_is_gone_when_its_record_stands_still(
     assert any("waiting up to" in line for line in said)
 
 
+@pytest.mark.slow
 def test_who_was_watched_once_is_not_watched_again(tmp_path: Path, said: list[str], quick: None) -> None:
     """What the front of a launch has found silent, its ranks do not wait for."""
     far(tmp_path)
@@ -187,6 +189,7 @@ def test_who_was_watched_once_is_not_watched_again(tmp_path: Path, said: list[st
     assert time.monotonic() - start < run_lock.STALE_S
 
 
+@pytest.mark.slow
 def test_whose_launch_was_seen_to_end_is_not_watched(
     tmp_path: Path, said: list[str], quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +213,7 @@ def test_whose_launch_was_seen_to_end_is_not_watched(
     assert read_holder(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_a_replaced_launch_that_writes_once_more_does_not_win(
     tmp_path: Path, said: list[str], quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def slot_of(folder: Path) -> tuple[Path, SlotManifest]:
     return folder, record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("descriptors", [400, 40])
 def test_a_flood_does_not_end_a_partners_door(tmp_path: Path, descriptors: int) -> None:
     """1,000 connections of a stranger; with few descriptors they are more than the writer can open. It goes on, with a

@@ -63,6 +63,7 @@ def test_the_contexts_are_valid():
         assert check(json.loads(text), name) is None, name
 
 
+@pytest.mark.slow
 def test_some_values_of_every_field():
     """A few values in every field: a refusal that can be printed, or a configuration that is written and read again."""
     assert check_fields(SAMPLED) > 2000

@@ -67,6 +67,7 @@ def test_order_depends_on_the_seed_only(tmp_path, prepared):
     assert torch.equal(everything(longer, n), two[:n])  # back to an epoch that is not held any more
 
 
+@pytest.mark.slow
 def test_end_of_document_targets_are_masked(tmp_path, prepared):
     """With mask_end_of_document the mask is 0 exactly where the label is the end of a document."""
     plain, _ = build(prepared, tmp_path)

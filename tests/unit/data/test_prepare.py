@@ -335,6 +335,7 @@ def test_given_tokenizer_and_splits_left_out(tmp_path, corpus, prepared, section
     assert manifest.tokenizer == DataManifest.load(prepared.path).tokenizer
 
 
+@pytest.mark.slow
 def test_huggingface_tokenizer(tmp_path, corpus, huggingface_folder, section_for):
     """Prepared with a Hugging Face tokenizer, the ids are its own, and the copy in the folder decodes them."""
     tokenizer = {"kind": "huggingface", "path": str(huggingface_folder)}
@@ -352,6 +353,7 @@ def test_huggingface_tokenizer(tmp_path, corpus, huggingface_folder, section_for
         prepare(section_for(tmp_path / "other", corpus, tokenizer={"kind": "huggingface"}), progress=False)
 
 
+@pytest.mark.slow
 def test_workers_import_no_torch(tmp_path, huggingface_folder):
     """A worker maps no library of torch, also with a Hugging Face tokenizer; it would cost seconds and memory each."""
     with WorkerPool("huggingface", huggingface_folder, 1) as pool:

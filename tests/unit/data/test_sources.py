@@ -36,6 +36,7 @@ def jsonl(*texts, key="text"):
     return "".join(json.dumps({key: text}) + "\n" for text in texts).encode()
 
 
+@pytest.mark.slow
 def test_stdlib_is_the_text_of_its_modules_in_order():
     """The standard library is read byte for byte, sorted, without site-packages; what is left out is counted."""
     skipped = LeftOut()

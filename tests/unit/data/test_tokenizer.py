@@ -38,6 +38,7 @@ def texts(corpus, section_for):
     return list(iterate_documents(section_for("unused", corpus).sources[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_round_trip(tmp_path, texts, model_type):
     """decode(encode(text)) is the text, bit by bit, also for bytes and scripts that training never saw."""

@@ -100,6 +100,7 @@ def test_aegis():
         assert gaps == ([1, 1, 1, 61] * 8)[:-1]
 
 
+@pytest.mark.slow
 def test_gate_level():
     """NaN and Inf are 1 % of the firings, flips of one bit under 40 % of the flips, places periodic."""
     one = injector("gate_level")

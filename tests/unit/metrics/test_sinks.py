@@ -88,6 +88,7 @@ def test_csv_equals_the_truth_over_a_rewind_and_can_be_rebuilt(tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == files
 
 
+@pytest.mark.slow
 def test_prometheus_serves_and_exports_the_last_values(tmp_path):
     """Its own parser reads, at the port and in the exported text, the last value of each metric; then it is gone."""
     address = f"127.0.0.1:{free_port()}"

@@ -85,6 +85,7 @@ def write_incident(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 def test_offline_runs_equal_the_truth_over_a_rewind(tmp_path):
     """A run of W&B a start, in a group; the points of the later one and the earlier one's before it are all of them."""
     for first, last, name in ((1, 6, "1"), (5, 8, "2")):
@@ -143,6 +144,7 @@ def test_an_export_has_every_point_and_no_secret(tmp_path):
     assert "hidden" not in str(shown_config(secret)) and "hidden" in str(secret)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_does_not_end_is_given_up(tmp_path, monkeypatch):
     """W&B's own process is stopped: the end waits for a limit, tells what sends the rest, and ends it."""
     monkeypatch.setattr(sinks, "FINISH_S", 2.0)

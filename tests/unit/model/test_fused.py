@@ -84,6 +84,7 @@ def _close(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> N
         assert error < TOLERANCE[dtype], f"relative error {error}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_functions_agree_with_fp64(name: str) -> None:
     """Values and gradients in fp32, for strided arguments too."""

@@ -66,6 +66,7 @@ def _least_share(theta: float, beta2: float) -> float:
     return math.sqrt((1 - beta2) * theta) / (math.sqrt(beta2 + (1 - beta2) * theta) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
 @pytest.mark.parametrize("theta", [10.0, 100.0, 1000.0, 10_000.0])
 def test_no_element_freezes_however_rare_its_gradients_are(theta: float, beta2: float) -> None:
@@ -88,6 +89,7 @@ def test_without_the_floor_rare_elements_freeze() -> None:
     assert ((elements.moved / _moved_without_a_bound(0.95))[small] < 0.5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theta", [10.0, 1000.0])
 def test_the_floor_lets_no_spike_of_a_steady_element_pass(theta: float) -> None:
     """Steady elements have the bits of eq. 1 without a floor in every step; a lone one of 10^6 times is cut to it."""

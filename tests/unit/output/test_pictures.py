@@ -26,6 +26,7 @@ def report(*arguments: object) -> tuple[int, dict[str, object], str]:
     return result.exit_code, json.loads(result.stdout), result.stderr
 
 
+@pytest.mark.slow
 @needs_browser
 def test_every_figure_has_three_files(tmp_path: Path) -> None:
     """PNG of the stated size, SVG with the curve, CSV with all numbers; tables are CSV too."""
@@ -51,6 +52,7 @@ def test_every_figure_has_three_files(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_legend_covers_no_axis(tmp_path: Path) -> None:
     """A legend of many rows begins below the axis and its title, and all of it is in the picture."""

@@ -77,6 +77,7 @@ def test_a_figure_drawn_with_characters_is_on_the_terminal() -> None:
     assert "|▓ |" in text and "Only drawn" not in text
 
 
+@pytest.mark.slow
 @needs_browser
 def test_choices_of_the_reader(browser: Browser, tmp_path: Path) -> None:
     """Figures follow one choice of the same label, hide where it has nothing for them, and filters find groups."""

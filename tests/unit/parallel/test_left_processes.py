@@ -62,6 +62,7 @@ def test_a_process_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPatch, ca
     assert stuck.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_run_with_such_a_rank_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once another rank has failed it counts as killed; a sweep went on waiting for it."""
     monkeypatch.setattr(processes, "KILLED_S", 0.5)

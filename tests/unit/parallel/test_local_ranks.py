@@ -131,6 +131,7 @@ def test_another_user_cannot_join_a_meeting() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and meeting.folder.is_dir()
 
 
+@pytest.mark.slow
 def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
     """Neither the ranks, which meet and sum, nor the process that holds their meeting can be reached from elsewhere."""
     before = listening(os.getpid())

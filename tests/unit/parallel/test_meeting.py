@@ -80,6 +80,7 @@ def test_a_rank_number_is_taken_once():
     del store
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_in_time():
     """One rank of three stays away: the others give up together, with its number."""
     three = [replace(FIRST, rank=rank, world_size=3) for rank in range(3)]
@@ -93,6 +94,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
         assert "rank 1 did not connect" in str(waiting[0].exception())
 
 
+@pytest.mark.slow
 def test_ranks_meet_in_a_folder_and_some_of_them_again(monkeypatch):
     """On one host without a port; those that go on without others are a launch of their own; who is absent is named."""
     meeting = LocalMeeting()
@@ -112,6 +114,7 @@ def test_ranks_meet_in_a_folder_and_some_of_them_again(monkeypatch):
                 meet(three[rank], 1.0)
 
 
+@pytest.mark.slow
 def test_a_timeout_of_the_folders_store_is_a_hang():
     """As is one of torch's own store."""
     meeting = LocalMeeting()
@@ -123,6 +126,7 @@ def test_a_timeout_of_the_folders_store_is_a_hang():
         assert isinstance(as_known_error(error.value), HangError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listening", [False, True])
 def test_without_rank_0_the_others_give_up_in_time(port, listening):
     """Nobody listens, or somebody who never answers, towards whom torch itself waits for ever."""
@@ -134,6 +138,7 @@ def test_without_rank_0_the_others_give_up_in_time(port, listening):
             meet(replace(FIRST, rank=1), 1.0)
 
 
+@pytest.mark.slow
 def test_another_program_on_the_port_is_told(port):
     """Rank 0 cannot listen and says so, also where the other program is silent."""
     with socket.socket() as silent:

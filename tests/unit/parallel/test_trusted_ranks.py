@@ -120,6 +120,7 @@ def started(program: str, environment: dict[str, str], *arguments: object) -> It
             process.kill()
 
 
+@pytest.mark.slow
 def test_ranks_meet_on_one_address(variables: dict[str, str]) -> None:
     """And exchange what each has, without a word."""
     with started(RANK, variables, 0) as first, started(RANK, variables, 1) as second:
@@ -132,6 +133,7 @@ def test_ranks_meet_on_one_address(variables: dict[str, str]) -> None:
     assert "not authenticated" not in "".join(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["outsider", "insider", "forger"])
 def test_a_stranger_runs_no_code(variables: dict[str, str], tmp_path: Path, who: str) -> None:
     """Who claims rank 1, or a rank's gloo, without the secret is told as such, and nothing of his is unpickled."""
@@ -159,6 +161,7 @@ for number in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_knows_nothing_listens_on_loopback(tmp_path: Path) -> None:
     """Under ``megasdc run`` on one host, each time that it starts its group; its own stores are as it wants them."""
     (tmp_path / "train.py").write_text(PROGRAM)

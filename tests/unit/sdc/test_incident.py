@@ -371,6 +371,7 @@ def _fleet(differs: Any) -> Incident:
     return incident(ranks=ranks, flagged=(flagged,), evidence=IncidentEvidence(10**6, maps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a replica", "everything", "at random"])
 def test_a_page_of_a_fleet_stays_small(kind: str) -> None:
     """512 ranks x 400 submodules: below 3 MB, equal rows and columns as one, what is left out said, origin shown."""

@@ -513,6 +513,7 @@ def test_attention_with_dropout_is_within_the_bound(kind: torch.dtype) -> None:
         assert judge_rounding({0: healthy, 1: wrong}, answer) == {0: True, 1: False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [0.1, 1.0, 20.0])
 @pytest.mark.parametrize("fuse", [False, True])

@@ -185,6 +185,7 @@ def test_the_host_follows_the_formula(
         assert got[name] == pytest.approx(wanted[name], rel=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86_64")
 @pytest.mark.parametrize("instructions", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_other_processors_give_the_same_bits(monkeypatch, tmp_path, instructions):
@@ -433,6 +434,7 @@ def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path):
     assert library.suffix == ".so"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_the_formula_takes_over(tmp_path, compiler):
     """The result is the same, and one line of the log, not one a call, says why it is slow and what to do."""

@@ -228,6 +228,7 @@ def test_a_gpu_and_the_host_agree(name):
     assert checksum(tensor.cuda(), name) == checksum(tensor, name)
 
 
+@pytest.mark.slow
 def test_a_gpu_without_triton_is_refused():
     """There is no silent slow way: the message names the package and the other algorithm."""
     code, output = run_python("import sys; sys.modules['triton'] = None\nimport megasdc.tensors.mixed_sum_kernel")

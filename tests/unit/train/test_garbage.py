@@ -51,6 +51,7 @@ def test_what_was_built_is_not_looked_at():
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 def test_seconds_of_collections(monkeypatch):
     """Every collection while the timer is open counts, from its start to its stop; taking starts anew."""
     clock = iter([10.0, 10.25, 20.0, 20.5])

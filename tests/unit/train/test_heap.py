@@ -45,6 +45,7 @@ def _glibc() -> None:
         pytest.skip("the settings are glibc's")
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept() -> None:
     """Without, every use faults all pages in again; with it hardly any."""
     pages = 4 * (64 << 20) // 4096
@@ -68,6 +69,7 @@ def test_an_older_glibc_keeps_what_it_can(monkeypatch: pytest.MonkeyPatch) -> No
         assert taken[-1] == (heap.M_MMAP_THRESHOLD, 2**25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_settings_of_the_user_come_first(name: str) -> None:
     """They are left as they are."""

@@ -6,12 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from megasdc.common.run_lock import LockedFolders, read_holder
 from megasdc.train import build as folder_locks
 
 
+@pytest.mark.slow
 def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(
     tmp_path: Path,
 ) -> None:

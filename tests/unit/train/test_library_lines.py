@@ -46,6 +46,7 @@ def run_program(tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_that_starts(run_program) -> None:
     """DeepSpeed's lines are in the file in their order; its errors are on the console too, in our form."""
     out, err, kept = run_program("starts")
@@ -57,6 +58,7 @@ def test_a_run_that_starts(run_program) -> None:
     assert "[rank 3] E out of memory" in err and "later" not in err
 
 
+@pytest.mark.slow
 def test_a_start_that_fails(run_program) -> None:
     """Then everything is on the console, with the traceback."""
     out, err, kept = run_program("fails")

@@ -36,6 +36,7 @@ print("received", stop.received, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize(
     ("met", "closed", "stuck", "code", "said"),
@@ -87,6 +88,7 @@ print("received", stop.received, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_folder", [True, False])
 @pytest.mark.parametrize("everyone", [True, False])
 def test_a_start_that_all_ranks_are_to_stop_is_over(tmp_path: Path, everyone: bool, in_folder: bool) -> None:

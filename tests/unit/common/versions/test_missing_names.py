@@ -75,6 +75,7 @@ print("exit code", pretrain("{config}", ["train_batch_size=8"])[0])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "said"),
     [
@@ -93,6 +94,7 @@ def test_a_rank_ends_with_the_message(module, name, said, tmp_path):
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_list_is_complete():
     """Every name imported from DeepSpeed's private modules, and every private attribute of others, is in the list."""
     listed = {name for owner in OWNERS for name in (*owner.names, *owner.mentioned)}

@@ -67,6 +67,7 @@ def test_flipped_bits_are_counted_as_numpy_counts_them(tmp_path: Path) -> None:
         assert found["measure"]["dtype"] == str(dtype).removeprefix("torch.")
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_is_drawn_and_says_the_verdict_first(browser: Browser, page: Path) -> None:
     """No error in the console, nothing from the network, every figure drawn, the verdict as the first words."""
@@ -96,6 +97,7 @@ def test_the_table_has_what_is_known_of_each_finding(browser: Browser, page: Pat
     assert "changed since it was saved" in row[4]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_filter_leaves_what_was_asked_for(browser: Browser, page: Path) -> None:
     """By words, by slot and by pattern; the number shown is told, and an empty filter shows all again."""
@@ -159,6 +161,7 @@ def run_relative(page: Path) -> float:
     return abs(one - other) / max(abs(one), abs(other))
 
 
+@pytest.mark.slow
 @needs_browser
 def test_it_reads_on_a_phone_and_on_paper(browser: Browser, page: Path, tmp_path: Path) -> None:
     """Nothing is wider than the screen or the paper; on paper light colours whatever the screen, and no controls."""
@@ -178,6 +181,7 @@ def test_it_reads_on_a_phone_and_on_paper(browser: Browser, page: Path, tmp_path
     assert browser.errors == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_names_in_a_file_are_text_not_markup(browser: Browser, tmp_path: Path) -> None:
     """A tensor called like a script is shown and not run, in table, heat map and data."""
@@ -191,6 +195,7 @@ def test_names_in_a_file_are_text_not_markup(browser: Browser, tmp_path: Path) -
     assert browser.errors == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_equal_checkpoints_have_a_page_too(browser: Browser, pair: tuple[Path, Path], tmp_path: Path) -> None:
     """It says that every bit is equal, and has no empty table or figure."""

@@ -183,6 +183,7 @@ def test_steps_of_one_run_are_expected_to_differ(tmp_path: Path) -> None:
     assert notes("a/step_00000010", "b/step_00000010") == notes("a/step_00000010", "a/step_00000010") == []
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_printed(folder: Path) -> None:
     """Standard output is one JSON object, without what DeepSpeed says when it is imported."""
     done = _tool(folder, "--json", stdout=subprocess.PIPE)

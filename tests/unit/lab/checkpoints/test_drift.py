@@ -170,6 +170,7 @@ def test_exit_codes(runs: Path, tmp_path: Path) -> None:
         measure_drift([runs, runs / "good"])
 
 
+@pytest.mark.slow
 @needs_browser
 def test_curves_are_drawn(browser: Browser, runs: Path, tmp_path: Path) -> None:
     """On a logarithmic axis, with marks where all is equal; one submodule can be chosen; on a phone and in the dark."""

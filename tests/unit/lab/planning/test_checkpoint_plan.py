@@ -98,6 +98,7 @@ def test_configured_interval(tmp_path: Path) -> None:
     assert found["own"] is None and "only at the end" in found["notes"][0]
 
 
+@pytest.mark.slow
 def test_for_people_and_as_a_page(tmp_path: Path, browser: Browser) -> None:
     """Tables name intervals, losses and origins; the page draws both intervals without an error."""
     text = run(*GIVEN, "--trials", 20, "--figure", tmp_path / "plan.html").stdout

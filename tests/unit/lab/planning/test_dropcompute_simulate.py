@@ -65,6 +65,7 @@ def test_pieces_are_the_whole(monkeypatch, rule: DropRule, stages: int) -> None:
         assert result.replica_times_s == pytest.approx(whole.sum(axis=(2, 3)).T.ravel())
 
 
+@pytest.mark.slow
 def test_the_gain_grows_with_replicas() -> None:
     """The paper's Figure 1: its delay environment, 12 micro-batches, 8 to 2048 replicas, and E[T] grows like it."""
     numbers = [8, 32, 128, 512, 2048]

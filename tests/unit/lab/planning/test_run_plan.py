@@ -60,6 +60,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_json_holds_everything(tmp_path: Path) -> None:
     """--json and --out are equal, the same in each run, and the parts of the time add up."""
     arguments = [*SMALL, "--memory-stall-s", 0.2, "--partners"]
@@ -100,6 +101,7 @@ def test_figures_of_a_run(supervised: Path) -> None:
     assert given["fleet"]["causes"][0]["detection_s"] == 7 and given["fleet"]["spares"] == 3
 
 
+@pytest.mark.slow
 def test_for_people_and_as_a_page(tmp_path: Path, supervised: Path, browser: Browser) -> None:
     """Sentences and tables name shares, spares, what is never found and origins; the page draws without an error."""
     done = run(*SMALL, "--run", supervised, "--figure", tmp_path / "plan.html")
@@ -134,6 +136,7 @@ def test_wrong_arguments_are_usage_errors(arguments: list[object], message: str)
     assert done.exit_code == 2 and message in " ".join(done.stderr.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_starts_without_torch(supervised: Path) -> None:
     """Neither torch nor what brings it along is imported; a run that was not supervised is told in exit code 71."""
     code = (

@@ -202,6 +202,7 @@ def test_what_is_never_found() -> None:
     assert {kind.cause for kind in blind.kinds} == {"host", "software"}
 
 
+@pytest.mark.slow
 def test_what_buys_most() -> None:
     """Gains are those of the formula, best first, and each names what is not there yet."""
     costs = replace(COSTS, memory_stall_s=None, partners=False, disk_duration_s=20)
@@ -227,6 +228,7 @@ def test_what_buys_most() -> None:
     assert "copies of snapshots at partners" in dict(investments(FLEETS["no partners"]))
 
 
+@pytest.mark.slow
 def test_parts_and_causes_add_up() -> None:
     """Shares of all parts are 1, and what the causes cost is what the parts have of it."""
     plan = make_run_plan(FLEET, 30.0, 0.01, 20, 1, silent)

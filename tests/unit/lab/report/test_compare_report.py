@@ -138,6 +138,7 @@ def norm_of(tensors: dict[str, Any]) -> float:
     return float(np.sqrt(sum(float((one.double() ** 2).sum()) for one in tensors.values())))
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_is_drawn_sorted_and_filtered(browser: Browser, page: Path) -> None:
     """No error, no request; a curve of each run; the table sorts by increase and shows the worse alone."""
@@ -157,6 +158,7 @@ def test_the_page_is_drawn_sorted_and_filtered(browser: Browser, page: Path) -> 
     assert browser.errors == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_it_reads_on_a_phone_and_on_paper(browser: Browser, page: Path) -> None:
     """Nothing is wider than the screen, and tables not wider than A4."""

@@ -99,6 +99,7 @@ def test_scaling_is_over_replicas_that_never_wait(page: Path, simulated: dict[st
     assert set(zip(curve["x"], curve["y"], strict=True)) == {point for point in drawn if point[0] <= 0.3}
 
 
+@pytest.mark.slow
 def test_measured_and_trained_are_shown_as_found(files: list[Path], tmp_path: Path) -> None:
     """What misses its bar is said; losses stand at their steps and at their simulated time; tables have the scores."""
     found = told(*files, "--out", tmp_path / "page.html", "--figures", tmp_path / "figures")
@@ -117,6 +118,7 @@ def test_measured_and_trained_are_shown_as_found(files: list[Path], tmp_path: Pa
     assert [float(row["largest"]) for row in table] == pytest.approx([0.0, *[0.075] * (len(scores) - 1)])
 
 
+@pytest.mark.slow
 @needs_browser
 def test_several_numbers_of_replicas_make_a_curve(files: list[Path], tmp_path: Path, browser: Browser) -> None:
     """Each rule for a threshold is a line over the numbers of replicas, measured and predicted; one number has none."""
@@ -167,6 +169,7 @@ def test_every_figure_is_valid(page: Path) -> None:
         assert len(taken.data) == len(one["traces"]) > 0
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
     """No console error and no request; every figure is drawn; a phone needs no sideways scrolling."""

@@ -66,6 +66,7 @@ WANTED = {
 }
 
 
+@pytest.mark.slow
 def test_the_page_has_a_row_an_attempt_and_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile, a table, a bar of all time and a timeline, whose lengths and places are the seconds by hand."""
     folder = supervised(tmp_path / "run", monkeypatch)
@@ -135,6 +136,7 @@ def test_a_damaged_journal_leaves_the_rest_of_the_page(tmp_path: Path, monkeypat
     assert view.effective_ratio is None and any("effective training time is left out" in note for note in view.notes)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_figures_are_drawn(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a real browser, without an error, with bars of all parts that are not empty, and nothing over the axes."""

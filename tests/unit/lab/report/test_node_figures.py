@@ -90,6 +90,7 @@ def test_gradients_alone(tmp_path: Path) -> None:
     assert published["x"] == [None, None, 0.051] * 2
 
 
+@pytest.mark.slow
 def test_tables_as_csv_have_all_that_they_show(folder: Path, tmp_path: Path) -> None:
     """Beside a number what else the page says of it: what was published, spreads, names of nodes; and only then."""
     result = CliRunner().invoke(
@@ -107,6 +108,7 @@ def test_tables_as_csv_have_all_that_they_show(folder: Path, tmp_path: Path) -> 
     assert "±" in scores["healthy, shown"] and "worst case, shown" not in scores
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_is_drawn(browser: Browser, folder: Path, tmp_path: Path) -> None:
     """No error, all points, no legend over an axis, on a phone too."""

@@ -211,6 +211,7 @@ def test_bad_paths_are_refused(tmp_path: Path, folder: Path) -> None:
     assert "choose another --out" in str(refused.exception)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_is_drawn_from_itself_alone(browser: Browser, folder: Path, page: Path) -> None:
     """No error, no request; every figure has the points of the file, on one axis of steps, in light and dark."""
@@ -313,6 +314,7 @@ def test_the_link_holds_from_another_folder(folder: Path, tmp_path: Path) -> Non
     assert (tmp_path / "deep" / "er" / cell.link).resolve() == folder / "reports" / "incident_step_00000060.html"
 
 
+@pytest.mark.slow
 @needs_browser
 def test_it_reads_on_a_phone_and_on_paper(browser: Browser, page: Path) -> None:
     """Nothing is wider than the screen or A4; on paper light colours, no controls, no figure higher than a page."""
@@ -332,6 +334,7 @@ def test_it_reads_on_a_phone_and_on_paper(browser: Browser, page: Path) -> None:
     assert browser.errors == []
 
 
+@pytest.mark.slow
 @needs_browser
 def test_what_files_say_is_text_not_markup(browser: Browser, tmp_path: Path) -> None:
     """A host, a field and a setting that look like scripts are shown, and not run."""

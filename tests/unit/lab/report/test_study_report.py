@@ -136,6 +136,7 @@ def test_how_far_it_is_and_what_is_left_out(tmp_path: Path) -> None:
         study_page(folder)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_is_drawn(browser: Browser, tmp_path: Path) -> None:
     """By the command, which finds that it is a study; no error, no request, on a phone and in the dark too."""
@@ -152,6 +153,7 @@ def test_the_page_is_drawn(browser: Browser, tmp_path: Path) -> None:
     assert browser.errors == []
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("width", [1200, 390])
 def test_legends_have_room(browser: Browser, tmp_path: Path, width: int) -> None:

@@ -217,6 +217,7 @@ def test_damaged_results_are_told(tmp_path: Path) -> None:
         sweep_page(folder)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_is_drawn(browser: Browser, page: Path) -> None:
     """No error, no request, every figure, all points of the strip; readable on a phone, in the dark, on paper."""

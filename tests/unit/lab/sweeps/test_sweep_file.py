@@ -247,6 +247,7 @@ def test_cells_and_nodes_of_a_size_take_over_what_the_sweep_says_of_them(tmp_pat
     assert len(load_sweep(tmp_path / "sweep.json", "all").nodes) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["pei_table_1", "pei_tables_2_3", "pei_model_size", "pei_skip_nan", "ma_nodes", "ma_finetune"]
 )

@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_what_comes_after_replicas_are_summed_is_no_accusation(tmp_path: Path) -> None:
     """With several replicas a wrong update may be another rank's, and that is said; with one, and before, not."""
     early, late = CASES["backward"][0], CASES["optimizer"][0]
@@ -176,6 +177,7 @@ def test_a_result_that_is_missing_is_a_divergence(tmp_path: Path) -> None:
         assert (one["submodule"], one[sides[0]], one[sides[1]]) == (gone.fqn, f"{7:016x}", None)
 
 
+@pytest.mark.slow
 def test_steps_that_one_run_lacks_are_told(tmp_path: Path) -> None:
     """A shorter run is compared as far as it goes, and the output says how far; no common step is exit code 2."""
     a, b, c = (write_run(tmp_path / n, s) for n, s in (("a", range(1, 6)), ("b", range(3, 5)), ("c", range(6, 8))))

@@ -84,6 +84,7 @@ def test_fp32_weights_and_master_weights_are_stored_once(
     assert report.known_bytes >= weights
 
 
+@pytest.mark.slow
 def test_a_push_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is killed in the middle: no step is there, and the next push stores the other blocks only."""
     address = tmp_path / "archive"
@@ -104,6 +105,7 @@ def test_a_push_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path, monke
     assert not list(address.glob("leases/*")) and not list(address.rglob(".tmp_*")) and verify(str(address)).ok
 
 
+@pytest.mark.slow
 def test_a_pull_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path) -> None:
     """What it wrote is not fetched again; until the end there is no checkpoint."""
     address, out = tmp_path / "archive", tmp_path / "out"
@@ -116,6 +118,7 @@ def test_a_pull_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path) -> No
     assert sorted(path.name for path in out.iterdir()) == ["latest", "step_00000004"]
 
 
+@pytest.mark.slow
 def test_a_prune_that_was_killed_is_finished_by_the_next(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +146,7 @@ def test_a_prune_that_was_killed_is_finished_by_the_next(
         assert report.ok and report.num_steps == 1 and report.unneeded == 0
 
 
+@pytest.mark.slow
 def test_a_real_kill_of_a_prune_loses_nothing(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +283,7 @@ def test_a_checkpoint_that_is_pushed_is_not_deleted(checkpoints: Path, tmp_path:
     assert apply_retention(checkpoints, 4, Retention(last=1)) == ([2], [])
 
 
+@pytest.mark.slow
 def test_damaged_sources_are_not_archived(checkpoints: Path, tmp_path: Path) -> None:
     """A flipped bit in any file of the checkpoint: exit code 72, and no step in the archive."""
     address = tmp_path / "archive"

@@ -64,6 +64,7 @@ class Training:
         return [{"step": event.step, **event.fields} for event in read_events(self.events.path.parents[1], name=name)]
 
 
+@pytest.mark.slow
 def test_multiples_and_the_last_are_archived(tmp_path: Path) -> None:
     """Every second of the steps 2, 4, 5; a process at idle priority, whose answer is an event."""
     training = Training(tmp_path, every=4)
@@ -80,6 +81,7 @@ def test_multiples_and_the_last_are_archived(tmp_path: Path) -> None:
     assert training.told("failed") == training.told("skipped") == []
 
 
+@pytest.mark.slow
 def test_a_push_that_is_waited_for_is_not_idle(tmp_path: Path) -> None:
     """At the end of a run, on a host whose other processes would never let it come to its turn."""
     training = Training(tmp_path)
@@ -94,6 +96,7 @@ def test_a_push_that_is_waited_for_is_not_idle(tmp_path: Path) -> None:
     assert [event["step"] for event in training.told("pushed")] == [2]
 
 
+@pytest.mark.slow
 def test_a_candidate_waits_for_its_mark(tmp_path: Path) -> None:
     """Where audits are in use."""
     training = Training(tmp_path, verified_only=True)
@@ -132,6 +135,7 @@ def test_a_run_that_must_leave_waits_for_nothing(tmp_path: Path) -> None:
     assert not training.told("failed") and not psutil.pid_exists(child)
 
 
+@pytest.mark.slow
 def test_what_is_gone_or_killed_is_told(tmp_path: Path) -> None:
     """A checkpoint that was deleted before its turn, a push that was killed; the next one is archived."""
     training = Training(tmp_path)
@@ -147,6 +151,7 @@ def test_what_is_gone_or_killed_is_told(tmp_path: Path) -> None:
     assert [event["step"] for event in training.told("pushed")] == [6]
 
 
+@pytest.mark.slow
 def test_a_later_start_archives_what_was_left(tmp_path: Path) -> None:
     """The checkpoints of an earlier start that are in the folder, but none that the resume passed over."""
     for step in (2, 4, 6):
@@ -176,6 +181,7 @@ def test_a_push_ends_with_its_run(tmp_path: Path) -> None:
     _wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.slow
 def test_an_error_of_any_kind_is_an_answer(tmp_path: Path) -> None:
     """A push that ends without a line of JSON, as after an import that fails."""
     path = write_checkpoint(tmp_path / "checkpoints", 2)

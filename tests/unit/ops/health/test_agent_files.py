@@ -120,6 +120,7 @@ def test_a_journal_keeps_lines_that_cannot_be_written(tmp_path: Path, clock: Sim
     assert [path.name for path in health.iterdir()] == ["node_00000.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_journal_of_a_week_stays_small(
     tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

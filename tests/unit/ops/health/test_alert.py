@@ -94,6 +94,7 @@ def test_an_incident_that_could_not_be_written_is_alerted_of(tmp_path: Path) -> 
     assert (tmp_path / "alerted").read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_the_incident_of_the_front_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a full folder it is written once there is room: without it a supervisor cannot name the host."""
     write, full, said = incident_module.write_durably, [OSError(errno.ENOSPC, "No space left on device")], list[str]()

@@ -222,6 +222,7 @@ def test_a_false_front_is_not_believed() -> None:
         assert not agent.judges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "garbage",
     [b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000 + b"\n", b"\xff\x00\n", b"x" * 10_000, b'{"number": 7}\n', b"", b'{"numb'],
@@ -271,6 +272,7 @@ def test_slow_strangers_do_not_lock_agents_out(server: Coordinator, said: list[s
     assert len(said) == 1 and said[0].startswith("health: refused a connection from 127.0.0.1: ")
 
 
+@pytest.mark.slow
 def test_a_stranger_has_one_deadline_for_all_that_it_sends(server: Coordinator, said: list[str]) -> None:
     """A byte now and then does not prolong it."""
     command = [sys.executable, "-c", SLOW, str(server.front.port), "1"]

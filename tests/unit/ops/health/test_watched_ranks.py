@@ -40,6 +40,7 @@ def test_time_in_which_the_host_stood_still_does_not_count(tmp_path: Path, recor
     assert ranks.are_stuck(SHORT)
 
 
+@pytest.mark.slow
 def test_a_rank_that_moves_while_it_is_asked_is_not_reported(
     tmp_path: Path, record: HeartbeatWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
                     one.kill()
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_rank_that_was_ended_is_removed(tmp_path: Path, rank: subprocess.Popen[str]) -> None:
     """Also where its process is not collected yet; its compiler, which went on alone, is ended."""
     locks, told = BuildLocks(str(tmp_path)), list[str]()

@@ -171,6 +171,7 @@ def have_ended(pids: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_who_waits_for_hosts_hears_how_far_they_are_and_can_give_up(long: tuple[dict[str, object], Path]) -> None:
     """What a host says comes while it works; once a stop is asked for, or a signal raises, nothing of it is left."""
     request, pids = long
@@ -193,6 +194,7 @@ def test_who_waits_for_hosts_hears_how_far_they_are_and_can_give_up(long: tuple[
     assert have_ended(pids)
 
 
+@pytest.mark.slow
 def test_a_host_goes_on_with_nothing_that_nobody_reads(long: tuple[dict[str, object], Path], tmp_path: Path) -> None:
     """Where the connection is gone, as SSH's is that was ended, a module is ended there."""
     request, pids = long
@@ -263,6 +265,7 @@ def test_what_a_login_prints_does_not_matter(tmp_path: Path, login: str) -> None
     assert told == ["h: busy, 6.5 processes want its 2 cores; its answer is awaited 4 s in all"]
 
 
+@pytest.mark.slow
 def test_a_lock_of_a_killed_build_is_named_before_ranks_wait_for_it(tmp_path: Path) -> None:
     """PyTorch's own: one that its writer has open is none, whoever asks; a file of that name is no lock of a build."""
     folder = tmp_path / "an extension"
@@ -501,6 +504,7 @@ def test_a_compiler_is_asked_for_only_where_something_is_compiled(
 SLOW = "import time\n\ndef answer(request):\n    time.sleep(request)\n    return request\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "answers", "said"),
     [

@@ -61,6 +61,7 @@ def test_ranks_are_started_as_by_deepspeed(tmp_path: Path, accelerator: str | No
     assert ours["2"]["environment"][NVML_VARIABLE] == "1"
 
 
+@pytest.mark.slow
 def test_nothing_of_pytorch_is_imported(tmp_path: Path) -> None:
     """Nor is anything of the stand-ins left for who imports DeepSpeed later; what launch.py says goes to the file."""
     code = (
@@ -73,6 +74,7 @@ def test_nothing_of_pytorch_is_imported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_an_accelerator_of_another_kind_takes_all_of_deepspeed() -> None:
     """Its devices may be listed by another variable, which DeepSpeed knows."""
     command = [sys.executable, "-c", "import megasdc.ops.launch.node"]
@@ -81,6 +83,7 @@ def test_an_accelerator_of_another_kind_takes_all_of_deepspeed() -> None:
     assert "MPS_Accelerator requires torch.mps" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_more_than_the_stand_ins_have_takes_all_of_deepspeed() -> None:
     """A release whose launch.py asks for another name is launched all the same, and the reason is printed."""
     code = (
@@ -95,6 +98,7 @@ def test_more_than_the_stand_ins_have_takes_all_of_deepspeed() -> None:
     assert "all of DeepSpeed is imported" in done.stderr and "cannot import name" in done.stderr
 
 
+@pytest.mark.slow
 def test_exit_code_of_the_rank_that_failed(tmp_path: Path) -> None:
     """A whole local launch without DeepSpeed's runner: the ranks' command, the log, and the code that ends it."""
     script = tmp_path / "fails.py"

@@ -60,6 +60,7 @@ def test_a_rank_that_a_signal_has_ended_is_told_of(tmp_path: Path, look: str) ->
     assert records.ended[1].time <= records.ended[0].time, "which explains the other"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize(("save_s", "grace_s", "saved"), [(1, 30, True), (30, 0.5, False)])
 def test_rank_has_the_grace_to_save(tmp_path: object, number: int, save_s: float, grace_s: float, saved: bool) -> None:
@@ -169,6 +170,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.slow
 def test_other_ranks_are_ended_whatever_the_question_after_memory_meets() -> None:
     """And the kernel's count is taken as known only while all ranks run."""
     done = subprocess.run([sys.executable, "-c", FAILS], stdout=subprocess.PIPE, text=True, timeout=100, check=True)
@@ -228,6 +230,7 @@ def small_cgroup(tmp_path: Path) -> Iterator[Path]:
     pytest.skip("this user may make no memory cgroup with a limit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "code"), [(ALONE, -9), (POOL, 1)], ids=["itself", "its worker"])
 def test_a_rank_that_the_kernel_has_killed_for_memory_is_told_of(
     small_cgroup: Path, tmp_path: Path, program: str, code: int

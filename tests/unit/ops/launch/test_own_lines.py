@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megasdc.ops.launch.own_lines import FOLDER_VARIABLE, folder_option, last_lines, pop_folder_option
 
 PROGRAM = """
@@ -20,6 +22,7 @@ raise RuntimeError("no such host")
 """
 
 
+@pytest.mark.slow
 def test_only_the_launchers_own_lines_are_moved(tmp_path: Path) -> None:
     """Ranks and tracebacks stay on the console; the last lines can be shown, encoded arguments cut."""
     folder = tmp_path / "run dir" / "logs"
@@ -41,6 +44,7 @@ runpy.run_module("megasdc.ops.launch.node", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_missing_name_is_told_on_the_console(tmp_path: Path) -> None:
     """What megasdc itself says of DeepSpeed's launcher is not moved into the file: 78 and the message."""
     command = [sys.executable, "-c", WITHOUT_A_NAME, "--stop_grace_s=1", folder_option(str(tmp_path / "logs"))]
@@ -50,6 +54,7 @@ def test_a_missing_name_is_told_on_the_console(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_loses_nothing(tmp_path: Path) -> None:
     """The lines stay where they were, and why is told."""
     (tmp_path / "file").write_text("")

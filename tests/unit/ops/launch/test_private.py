@@ -36,6 +36,7 @@ def plan_of(**prefixes: tuple[str, ...]) -> Any:
     return SimpleNamespace(transport=transport, placement=placement, request=SimpleNamespace(backend="pdsh"))
 
 
+@pytest.mark.slow
 def test_a_busy_host_gets_the_time_that_it_needs(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the checks before, which is told."""
     monkeypatch.setattr(front, "PRIVATE_TIMEOUT_S", 0.5)

@@ -33,6 +33,7 @@ def launched(program: str, said: list[str], stdout: IO[str] | None = None) -> La
     return LauncherProcess([sys.executable, "-c", program], os.environ, stdout=stdout, say=said.append)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_failed_one_are_ended() -> None:
     """A rank that hangs on another host would otherwise keep the launcher for ever."""
     said: list[str] = []
@@ -43,6 +44,7 @@ def test_ranks_that_wait_for_a_failed_one_are_ended() -> None:
     process.close()
 
 
+@pytest.mark.slow
 def test_ranks_that_may_save_are_asked_once_and_ended_after_a_failure(tmp_path: Path) -> None:
     """A launcher's end leaves ranks the time of a stop on request; a rank that fails meanwhile shortens it."""
     said: list[str] = []
@@ -102,6 +104,7 @@ def test_a_hangup_that_the_front_does_not_hear_of_stays_as_it_is(before: signal.
         signal.signal(signal.SIGHUP, own)
 
 
+@pytest.mark.slow
 def test_second_signal_kills(tmp_path: Path) -> None:
     """The first is passed on to a launcher that ignores it, the second ends it; handlers are given back."""
     said: list[str] = []
@@ -132,6 +135,7 @@ print(launcher.stood_still_s, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late_s", [3600.0, 0.0], ids=["just before", "long ago"])
 def test_a_front_notices_that_it_was_suspended(late_s: float) -> None:
     """As with its machine: for how long, as long as timeouts that ran out meanwhile may still be met."""

@@ -174,6 +174,7 @@ def test_a_process_that_polls_and_does_not_run_is_killed(monkeypatch: pytest.Mon
         runs.kill()
 
 
+@pytest.mark.slow
 def test_a_stopped_launcher_is_woken_by_its_front(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends as it would have."""
     monkeypatch.setattr(process_module, "STOPPED_S", 0.05)
@@ -185,6 +186,7 @@ def test_a_stopped_launcher_is_woken_by_its_front(monkeypatch: pytest.MonkeyPatc
     process.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_ssh_of_pdsh_is_woken_by_the_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher waits for pdsh, which waits for it."""
     monkeypatch.setattr(process_module, "STOPPED_S", 0.05)
@@ -271,6 +273,7 @@ def done(plan: Any, *codes: int) -> None:
     del os.environ[LAUNCH_ID_VARIABLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent_s", [4.0, 6.0])
 def test_a_stopped_rank_is_killed_once_its_agent_is_silent_for_as_long_as_a_hang(
     launched: Any, silent_s: float
@@ -318,6 +321,7 @@ def test_a_stopped_rank_is_killed_once_another_has_failed(launched: Any) -> None
         assert rank.poll() == -signal.SIGKILL and node.poll() is None
 
 
+@pytest.mark.slow
 def test_a_stopped_launcher_of_ranks_that_are_done_is_woken(launched: Any) -> None:
     """The launch waits for it alone; likewise where what started it has ended."""
     watch = FailureWatch(launched)
@@ -350,6 +354,7 @@ def test_what_was_seen_long_ago_kills_nothing(launched: Any, capsys: pytest.Capt
         assert node.wait(10) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_launcher_that_waits_for_a_disk_is_killed_once_others_wait_for_it(
     tmp_path: Path, launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,6 +392,7 @@ class Powerless(Transport):
             return super().run(hosts, copy, request, timeout_s=timeout_s, watch=watch)
 
 
+@pytest.mark.slow
 def test_what_outlives_its_time_to_end_is_killed(
     launched: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

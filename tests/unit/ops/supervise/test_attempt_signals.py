@@ -85,6 +85,7 @@ def test_a_start_that_all_ranks_leave_is_no_failure(
     assert RULES[found.kind].fails is (kind == "launch")
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_ranks_have_ended_does_not_hide_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a launch comes to its end, and while its result waits for room, which it gets."""
     result, tries = tmp_path / "result.json", list[Path]()

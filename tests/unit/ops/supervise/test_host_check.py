@@ -65,6 +65,7 @@ def test_who_reads_every_byte_says_how_far_it_is(
     assert said == ["hosts are checked: a, b 1.0 of 2.0 GiB", "hosts are checked: b 2.0 of 2.0 GiB"]
 
 
+@pytest.mark.slow
 def test_hosts_are_checked_as_they_are_reached(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the words before a command; one that gives no answer is neither fit nor unfit."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # whatever this host's own name leads to
@@ -82,6 +83,7 @@ def test_hosts_are_checked_as_they_are_reached(config: Path, tmp_path: Path, mon
     assert {one.code for one in checks.check(hosts, hosts, deep=False).unfit} == {78}
 
 
+@pytest.mark.slow
 def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that its script imports, the script itself, and shared memory; not what may do without."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -108,6 +110,7 @@ def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monk
     assert [one.code for one in check_host(replace(module, script="json.tool", modules=["json"]))] == [77]
 
 
+@pytest.mark.slow
 def test_a_module_that_is_not_found_here_either_is_no_lack_of_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def have_ended(pids: list[int]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_tests_of_hosts_end_together_and_leave_nothing(
     config: Path,
     tmp_path: Path,
@@ -122,6 +123,7 @@ def test_a_test_that_does_not_end_though_it_was_killed_is_given_up(
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_check_is_given_up_once_a_stop_is_asked_for(
     config: Path,
     tmp_path: Path,
@@ -137,6 +139,7 @@ def test_a_check_is_given_up_once_a_stop_is_asked_for(
     assert have_ended(pids_in(tmp_path / "pids", 2))
 
 
+@pytest.mark.slow
 def test_a_front_that_is_stopped_while_it_looks_at_hosts_says_so(
     config: Path,
     tmp_path: Path,

@@ -72,6 +72,7 @@ def test_each_change_is_noticed(tmp_path: Path) -> None:
         assert path.read_bytes() == one, "nothing is lost"
 
 
+@pytest.mark.slow
 def test_a_damaged_line_costs_no_other_one(tmp_path: Path) -> None:
     """A flipped bit anywhere, the end of the last line included: the file stays aside, and the other entries are kept.
 

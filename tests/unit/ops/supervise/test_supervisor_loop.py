@@ -263,6 +263,7 @@ ENDS = [(78, None, ("b",), 10), (79, "z", (), 20), (79, "z", (), 25), (None, Non
 """A host is lost, a rank is killed twice on one, the front is killed; then it is done."""
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
     """Spares take the places of the lost host, and of the one that failed twice; the others keep their ranks."""
     engine, said = SmallProcesses(tmp_path, ENDS), list[str]()
@@ -285,6 +286,7 @@ def test_a_run_goes_on_until_it_is_done(tmp_path: Path) -> None:
     assert engine.alerts == {f"decision_0001_{launches[0]}": [lost], f"decision_0003_{launches[2]}": [killed]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_it_goes_on_wherever_it_was_killed(tmp_path: Path, after: bool) -> None:
     """Before and after each line of the journal, in turn: each attempt is started once, on the same hosts."""
@@ -305,6 +307,7 @@ def test_it_goes_on_wherever_it_was_killed(tmp_path: Path, after: bool) -> None:
     assert len(set(engine.started)) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_it_goes_on_wherever_a_line_of_its_journal_is_damaged(tmp_path: Path, seed: int) -> None:
     """Killed after each entry in turn, a bit of any line flipped each time: no attempt is started twice or forgotten.
@@ -341,6 +344,7 @@ def test_it_goes_on_wherever_a_line_of_its_journal_is_damaged(tmp_path: Path, se
     assert len(engine.ended) == 4, "whose locks the last one takes over at once"
 
 
+@pytest.mark.slow
 def test_a_supervisor_whose_run_another_has_taken_over_starts_nothing(tmp_path: Path) -> None:
     """After a network split, when a file server has given its lock away; the other one goes on with the run."""
     engine = SmallProcesses(tmp_path, ENDS)
@@ -373,6 +377,7 @@ def test_a_supervisor_that_waited_before_a_start_looks_again_whose_run_it_is(tmp
     assert len(engine.started) == 1
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_is_heard_while_the_journal_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +417,7 @@ def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
     assert supervise(tmp_path, engine) == 70, "nothing is started again"
 
 
+@pytest.mark.slow
 def test_without_spares_a_lost_host_is_waited_for(tmp_path: Path) -> None:
     """Three hosts are lost, and two are needed: the third may come back."""
     engine = SmallProcesses(
@@ -421,6 +427,7 @@ def test_without_spares_a_lost_host_is_waited_for(tmp_path: Path) -> None:
     assert [one.split()[1] for one in engine.started] == ["z,b", "c,a", "c,a", "c,a"], "a lost host may come back"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", ["", "growing", "ended"])
 def test_a_run_goes_on_with_fewer_hosts_and_grows_again(tmp_path: Path, killed_at: str) -> None:
     """Without a spare the lost host is done without; it passes its test, and the attempt ends for one with both."""
@@ -448,6 +455,7 @@ def test_a_run_goes_on_with_fewer_hosts_and_grows_again(tmp_path: Path, killed_a
     assert len(killed) == bool(killed_at)
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_host_whose_replica_is_left_out(tmp_path: Path) -> None:
     """The attempt is asked to save and end, and goes on with the spare; without one it goes on as it is."""
     engine = SmallProcesses(tmp_path, [(0, None, (), 20), (0, None, (), STEPS)], seconds=2.0)
@@ -509,6 +517,7 @@ def _history_in(folder: Path) -> JournalHistory:
         return JournalHistory.of(journal.entries)
 
 
+@pytest.mark.slow
 def test_hosts_that_pass_their_test_come_back_after_all_others(tmp_path: Path) -> None:
     """Once each: the first to be lost is used again when no other is left, and not a second time."""
     ends = [(78, None, (host,), step) for step, host in enumerate("bca", 1)]
@@ -521,6 +530,7 @@ def test_hosts_that_pass_their_test_come_back_after_all_others(tmp_path: Path) -
     assert tests.started == ["b", "c", "a"]
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_its_test_stays_away_and_one_that_is_away_is_tested_again(tmp_path: Path) -> None:
     """What failed is not tested again; what could not be tested is, after a while."""
     ends = [(79, "b", (), 1), (79, "b", (), 2), (78, None, ("c",), 3)]
@@ -563,6 +573,7 @@ def test_a_host_that_repeats_wrong_results_is_never_given_back() -> None:
     assert not may_return("host_lost", 1, RestartLimits()) and not may_return("host_lost", 0, RestartLimits(returns=0))
 
 
+@pytest.mark.slow
 def test_spares_are_tested_while_they_wait(tmp_path: Path) -> None:
     """One that fails is never used; one that cannot be reached may come back; those of the attempt are left alone."""
     ends = [(1, None, (), 1), (1, None, (), 2), (78, None, ("z",), 3), (78, None, ("b",), 4), (0, None, (), STEPS)]
@@ -582,6 +593,7 @@ def test_spares_are_tested_while_they_wait(tmp_path: Path) -> None:
     assert tests.started[:2] == ["c", "a"] and tests.started.count("c") == 1
 
 
+@pytest.mark.slow
 def test_what_hosts_did_is_in_the_ledger(tmp_path: Path) -> None:
     """Each attempt and each test once, with the host that was the cause, if one was."""
     ledger = HostReliabilityLog(tmp_path / "ledger.jsonl")
@@ -598,6 +610,7 @@ def test_what_hosts_did_is_in_the_ledger(tmp_path: Path) -> None:
     assert all(0 < one.hours < 0.01 for one in uses if len(one.hosts) == 2)
 
 
+@pytest.mark.slow
 def test_a_job_without_enough_hosts_is_left_and_the_next_one_goes_on(tmp_path: Path) -> None:
     """Hosts of two diagnoses are away; the next job has other ones, and attempts go on from their number."""
     ends = [(78, None, ("b",), 10), (78, None, ("c",), 20), (0, None, (), STEPS)]
@@ -610,6 +623,7 @@ def test_a_job_without_enough_hosts_is_left_and_the_next_one_goes_on(tmp_path: P
     assert history.exit_code == 0 and history.attempt is not None and history.attempt.job == "7.1"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_about_to_end_is_left_after_the_attempt(tmp_path: Path) -> None:
     """Whatever it is doing then, also in a pause; the attempt is asked to save, and nothing is started any more."""
     for kind in ("started", "decided"):
@@ -662,6 +676,7 @@ def test_a_job_that_cannot_be_left_ends_the_run_with_the_reason(tmp_path: Path) 
     assert text == "2 hosts are needed, and 1 of job 8.1 are left"
 
 
+@pytest.mark.slow
 def test_a_spare_is_looked_at_before_it_is_taken(tmp_path: Path) -> None:
     """One that is unfit is passed over, and is a spare again once it has passed its test."""
     ends = [(78, None, ("b",), 1), (78, None, ("a",), 2), (0, None, (), STEPS)]
@@ -672,6 +687,7 @@ def test_a_spare_is_looked_at_before_it_is_taken(tmp_path: Path) -> None:
     assert tests.looked == ["c", "a", "c"]
 
 
+@pytest.mark.slow
 def test_the_run_waits_while_a_host_has_a_test_to_come(tmp_path: Path) -> None:
     """Of two hosts one computes wrong results; the spare, which cannot be tested, is tested again until it can."""
     engine = SmallProcesses(tmp_path, [(1, None, (), 0), (0, None, (), STEPS)])
@@ -689,6 +705,7 @@ def test_the_run_waits_while_a_host_has_a_test_to_come(tmp_path: Path) -> None:
     assert [one.split()[1] for one in engine.started] == ["z,c"] and tests.started == ["c"] * 3
 
 
+@pytest.mark.slow
 def test_a_run_without_hosts_and_room_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that cannot tell what it finds is no test to come; the exit code is that of a full folder."""
     engine, stop = SmallProcesses(tmp_path, []), Event()

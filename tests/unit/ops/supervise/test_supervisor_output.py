@@ -27,6 +27,7 @@ with lasting_output(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_is_said_goes_on_to_a_file(tmp_path: Path, terminal: bool, writes: bool) -> None:
@@ -64,6 +65,7 @@ def test_an_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
         assert process.wait() == 0 and not log.exists()
 
 
+@pytest.mark.slow
 def test_a_hangup_within_a_write_ends_nothing(tmp_path: Path) -> None:
     """The terminal stands still with its buffer full, so that a signal comes while the stream is being written."""
     log = tmp_path / "supervisor.log"

@@ -55,6 +55,7 @@ def test_a_lossy_direction_is_found(hosts: int, segments: int) -> None:
         assert np.quantile(late, 0.9) <= (5 if segments < 1000 else 2), late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [2, 4])
 @pytest.mark.parametrize("background", [0.001, 0.01, 0.2])
 def test_a_full_network_names_nobody(hosts: int, background: float) -> None:

@@ -52,6 +52,7 @@ def test_an_end_that_leaves_is_an_error() -> None:
         lead(connection, PLAN, "a", "b", 10.0)
 
 
+@pytest.mark.slow
 def test_a_measurement_ends_at_its_limit() -> None:
     """An answer that comes byte by byte, each in time, does not prolong it; nor does one that never comes."""
     for pause_s in (0.05, 60.0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from megasdc.ops.health.links.judgement import Direction, LinkFigures, SlowLink
 from megasdc.ops.health.links.tcp_info import SentBytes
@@ -64,6 +65,7 @@ def test_losses_are_counted_over_several_measurements() -> None:
     assert [(one.place, one.kinds) for one in begun] == [("node1 -> node2", ("loss",))]
 
 
+@pytest.mark.slow
 def test_clean_noise_is_never_reported() -> None:
     """Ten thousand drawn measurements with long single times and slow drifts: no event."""
     random = np.random.default_rng(7)

@@ -80,6 +80,7 @@ def named(figures: list[LinkFigures]) -> dict[str, list]:
     return name_places(judge_links(figures))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3, 6])
 def test_clean_noise_names_nobody(number: int) -> None:
     """A thousand drawn stress tests of three rounds, slow and fast networks: nobody is named in any of them."""
