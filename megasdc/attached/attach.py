@@ -1,10 +1,8 @@
 """``megasdc.attach``: a guard of a training with DeepSpeed, whose model and loop stay as they are.
 
-A guard of Hugging Face's ``Trainer``: it makes its engine itself, when training begins.
-
-What follows from a finding in a guarded training: events, the incident report, and the end of the training.
-
-Traces hold what its submodules compute, step by step, in files for ``compare_traces.py``.
+The guard of Hugging Face's ``Trainer`` waits until that has made its engine, when training begins. A finding becomes
+events, the incident report and the end of the training. Traces of submodules' results are written step by step, in
+files for ``compare_traces.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Audits of a guarded training: one batch on all replicas, and what follows where its results differ.
 
-The referee of a guarded training: PyTorch's own submodules by what they compute, others by their own code.
-
-Buffers that all replicas hold alike and nothing writes to, such as frequencies of a rotation, are compared too: an
-audit computes with the buffers of one replica on all, so that a bit that has flipped in one shows in no result.
+The referee judges PyTorch's own submodules by what they should compute, others by their own code run again. Buffers
+that all replicas hold alike and nothing writes to, such as frequencies of a rotation, are compared too: an audit
+computes with the buffers of one replica on all, so that a bit that has flipped in one shows in no result.
 """
 
 from __future__ import annotations

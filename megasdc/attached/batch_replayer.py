@@ -4,7 +4,7 @@ What the model was given in the first forward pass of an audited step on one rep
 it forward and backward with the same random numbers and buffers. ``torch.autograd.grad`` writes no gradient and calls
 no hook of ZeRO; random state, buffers and all else that submodules keep are put back.
 
-How many operations of a computation have used a parameter: gradients of those with several are sums.
+How many operations have used a parameter is counted, too: gradients of those with several are sums.
 """
 
 from __future__ import annotations

@@ -13,15 +13,12 @@ import torch.distributed as dist
 from megasdc.attached.training import Protection, Training
 from megasdc.common.errors import ConfigError, NonFiniteError
 from megasdc.config.hooks import BEFORE_NORM, BOUNDS, HookSpec, bound_problems, gradient_hook_problems
-from megasdc.optim.bounds import ShardBounds, bound_rows, clip_factor, gather_totals, warnings_of
+from megasdc.optim.bounds import LARGEST_NORM, ShardBounds, bound_rows, clip_factor, gather_totals, warnings_of
 from megasdc.optim.zero1 import StepControl
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finding import Finding
 
 logger = logging.getLogger(__name__)
-
-LARGEST_NORM = 3.4e38
-"""Largest value of fp32, in which DeepSpeed computes norms."""
 
 
 class NonFiniteExit(NonFiniteError, SystemExit):

@@ -2,13 +2,11 @@
 
 It finds what the comparison of replicas cannot: a fault that all of them have in common, or of a single one.
 
-Golden files of guards: a batch, what a model with seeded parameters computes of it, and what it holds for.
+A golden file holds a batch, the checksums of what a model with seeded parameters computes of it, and what they are
+valid for: one file for all stages and tensor ranks; every replica is compared with the same part.
 
-One file for all stages and tensor ranks; every replica is compared with the same part.
-
-Parameters that depend on their name and a seed alone, in the place of a model's own while something is computed.
-
-Each element is a function of integers, and rounded at most three times: its bits are the same on any device.
+Seeded parameters depend on their name and a seed alone, and stand in the place of the model's own meanwhile. Each
+element is a function of integers, rounded at most three times: its bits are the same on any device.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 The norm of the gradients that are about to be used, and the loss, are looked at in each step. Only where they are not
 finite the step's micro-batches are computed again, as training did, and each result is looked at.
 
-Micro-batches of the step that runs: references to what the model was given, and a look at what came of it.
-
-No value is copied. What the training changes in place afterwards is told by the tensor's version, and not computed.
+Of each micro-batch of the step references to the model's inputs are kept, no copies. An input that the training changed
+in place since is known by the tensor's version, and its micro-batch is not computed again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Checkpoints of a guarded training: which of them an audit has agreed on since, to go on from.
 
-Whether weights, masters and moments are finite is looked at where they are saved, and after the step that was audited.
+Weights, masters and moments are checked to be finite where they are saved, and after the step that was audited.
 
-Who has saved a checkpoint of a guarded training, and whether its files are those that were saved then.
-
-DeepSpeed's folder does not say so: a record beside its files does. What replaces those files without a guard leaves the
-record, which is not theirs then: so it has their sizes and times of change.
+DeepSpeed's folder does not say who saved it: a record beside its files does. It has their sizes and times of change, by
+which files that replaced them without a guard are noticed.
 """
 
 from __future__ import annotations

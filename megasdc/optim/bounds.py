@@ -238,6 +238,8 @@ class RateWarmup:
             group["lr"] = rate
 
 
+LARGEST_NORM = 3.4e38
+"""Largest value of fp32, in which DeepSpeed computes norms."""
 PLACES = (LOCAL, BEFORE_NORM, AFTER_NORM)
 COLUMNS = (*SUMS, "elements")
 """Counts of each parameter: ``megasdc.tensors.bound_limits.SUMS``, and the number of elements seen."""

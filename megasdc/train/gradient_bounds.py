@@ -17,6 +17,7 @@ from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.bounds import (
+    LARGEST_NORM,
     ClipFactors,
     MomentumReset,
     RateWarmup,
@@ -37,8 +38,6 @@ from megasdc.parallel.collectives import gather_objects
 logger = logging.getLogger(__name__)
 
 EVENT_KIND = "bounds"
-LARGEST_NORM = 3.4e38
-"""Largest value of fp32, in which DeepSpeed computes norms."""
 TIED_NAME = "0.word_embeddings.weight"
 """Name of a tied parameter on every stage."""
 

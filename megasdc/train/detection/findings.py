@@ -133,8 +133,6 @@ logger = logging.getLogger(__name__)
 EVENT_KIND = "sdc"
 RIGHT = 0
 """Placeholder for the checksum of a right product, which nobody computes, and of a file that cannot be read."""
-ASKED = 8
-"""Largest number of results that the referee computes in one step; each is a repeat of the micro-batch."""
 
 
 class Findings:
