@@ -13,6 +13,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$root/launch/install.sh" test
 cd "$root"
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # or each program that a test starts compiles what it imports
 
 select=(-m "not full")
 fused=()

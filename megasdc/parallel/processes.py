@@ -36,16 +36,22 @@ PRELOAD = (
     "deepspeed.runtime.bf16_optimizer",
     "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.comm.torch",
-    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization",
     "megatron.core",
-    "megasdc.features",
     "megasdc.pretrain",
+    "megasdc.train.gradient_bounds",
+    "megasdc.train.drop_compute",
+    "megasdc.train.trace",
+    "megasdc.train.detection.budget",
+    "megasdc.train.detection.step_checker",
+    "megasdc.faults.drill",
+    "megasdc.faults.stored",
     "megasdc.common.frozen",
 )
-"""Modules that the server imports once, in this order."""
+"""Modules that the server imports once, in this order, among them those of features that only some runs have."""
 logger = logging.getLogger(__name__)
 
 KILLED_S = 30.0

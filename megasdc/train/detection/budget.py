@@ -63,8 +63,8 @@ RATE_BYTES = 256 << 20
 """Size of the measured tensor, larger than a processor's caches."""
 MOST_TOKENS = 4096
 """Largest number of rows of the matrix product that represents a step's arithmetic."""
-CALLS, EXCHANGES, READS = 20, 20, 3
-
+CALLS, COLD_CALLS, EXCHANGES, READS = 20, 5, 20, 3
+"""Numbers of measured operations; of cold calls, before each of which the caches are filled with something else."""
 
 PROBE_BYTES = 64 << 20
 """Size of the tensor with which the start measures how fast checks read."""
@@ -664,9 +664,11 @@ def _recording_s(record: Callable[[], Any], take: Callable[[], Any], large: torc
     take a twentieth of its time.
     """
     times = []
-    for _ in range(CALLS):
+    for _ in range(COLD_CALLS):
         large.sum()
         times.append(_seconds(record))
+    for _ in range(CALLS - COLD_CALLS):
+        record()
     return statistics.median(times) + _seconds(take) / CALLS
 
 
