@@ -10,6 +10,7 @@ versions lack ``run``, ``attempt``, ``launch``, ``monotonic``, ``boot`` and ``de
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Any
 from megasdc.common.credentials import without_credentials
 from megasdc.common.durable import LineFile, parse_json
 from megasdc.common.origin import Launch, Moment, Origin, this_launch
+
+logger = logging.getLogger(__name__)
 
 _LAST_SECOND = 253402300800.0
 """First second, since the epoch, after year 9999, which no calendar shows."""
@@ -102,6 +105,18 @@ class EventLog:
         self._file.write(without_credentials(line) + "\n")
         self.counts[f"{kind}/{name}"] += 1
         return event
+
+    def emit_on_rank_0(self, kind: str, name: str, /, *, step: int | None = None, **fields: Any) -> None:
+        """Write an event on rank 0, for what all ranks know; it is logged where it cannot be written.
+
+        No error is raised then, since the other ranks go on, to collectives that wait for rank 0.
+        """
+        if self.rank != 0:
+            return
+        try:
+            self.emit(kind, name, step=step, **fields)
+        except OSError as error:
+            logger.error("the event %s/%s of step %s is not written: %s: %s", kind, name, step, error, fields)
 
     def close(self) -> None:
         """Close the file; further events are an error."""

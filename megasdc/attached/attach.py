@@ -93,7 +93,7 @@ class GuardTrace(Protection):
         """Stop recording; a trace of another step, begun before a checkpoint was loaded, is discarded."""
         self._recorder.detach()
         if self._step not in (None, step):
-            self._training.tell("trace", "left_out", step=step, recorded_as=self._step)
+            self._training.events.emit_on_rank_0("trace", "left_out", step=step, recorded_as=self._step)
             self._recorder.take()
             self._step = None
         return ()
@@ -236,7 +236,7 @@ class Verdicts:
 
     def __init__(self, training: Training, saves: SaveMarks) -> None:
         self._training, self._saves = training, saves
-        self._ranks = gather_places(training.engine.device, training.dims, training.world)
+        self._ranks = gather_places(training.engine.device, training.dims, training.host_group)
         self._agreed: int | None = None
 
     def agreed(self, step: int) -> None:
@@ -255,10 +255,12 @@ class Verdicts:
         training, policy = self._training, self._training.settings.sdc.policy
         action = max((getattr(policy, one.verdict) for one in found.rulings), key=SEVERITY.index)
         for ruling in found.rulings:
-            training.tell("sdc", "verdict", step=step, tier=found.tier, action=action, **describe_ruling(ruling))
+            training.events.emit_on_rank_0(
+                "sdc", "verdict", step=step, tier=found.tier, action=action, **describe_ruling(ruling)
+            )
         training.suspects.add(one.rank for one in found.rulings if one.rank is not None)
         is_first = training.dims.rank == 0
-        page = gather_objects(self._report(step, found, action) if is_first else None, training.world)[0]
+        page = gather_objects(self._report(step, found, action) if is_first else None, training.host_group)[0]
         what = "golden trace" if found.tier == "golden" else "audit"
         text = f"the {what} of step {step} found silent data corruption: {found.text}. " + (
             f"What to do: {page}" if page else "The incident report could not be written"
@@ -266,7 +268,7 @@ class Verdicts:
         if is_first:
             logger.error("%s; %s", text, "the step is not taken" if action == "halt" else "training goes on")
         if action == "halt":
-            training.tell("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
+            training.events.emit_on_rank_0("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
             raise CorruptionExit(text)
 
     def _report(self, step: int, found: Finding, action: str) -> str | None:
@@ -278,7 +280,7 @@ class Verdicts:
                 verified_checkpoint=_text(self._saves.verified),
                 newest_candidate=_text(self._saves.candidate),
                 script=Script(_command(sys.argv), self._agreed),
-                attempt=training.origin.attempt,
+                attempt=training.events.origin.attempt,
             )
             return str(write_incident(incident)[1])
         except StorageError as error:
@@ -432,7 +434,9 @@ class Guard:
             for warning in idle_warnings(settings, ""):
                 logger.warning("guard: %s", warning)
         names = [one.fqn for one in training.watched]
-        training.tell("guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names)
+        training.events.emit_on_rank_0(
+            "guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names
+        )
 
     @property
     def audits(self) -> int:
@@ -471,7 +475,7 @@ class Guard:
             parts.append(self._keep(GuardGolden(training)))
         if settings.audit.enabled and self.dims.data == 1 and not settings.audit.permuted:
             reason = "there is one replica, and nothing to compare it with; give audit.permuted or golden.path"
-            training.tell("guard", "not_audited", reason=reason)
+            training.events.emit_on_rank_0("guard", "not_audited", reason=reason)
             if self.dims.rank == 0:
                 logger.warning("guard: nothing is audited: %s", reason)
         elif settings.audit.enabled:
@@ -506,8 +510,8 @@ class Guard:
         events.origin = replace(origins[0], device=device_uuid())
         suspects = Suspects()
         suspects.on_start(engine.device, world)
-        watched, tell = tuple(choose_watched(model, patterns)), partial(_tell, events, self.dims.rank)
-        return Training(engine, settings, self.dims, watched, world, copies, suspects, tell, events.origin)
+        watched = tuple(choose_watched(model, patterns))
+        return Training(engine, settings, self.dims, watched, world, copies, suspects, events)
 
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """Host groups of all ranks, and of the ranks that hold the same parameters as this one."""
@@ -556,15 +560,6 @@ def _start_of(folder: Path) -> Origin:
         identity = count_start(folder)
         _starts[folder] = Origin(identity.run, identity.attempt)
     return _starts[folder]
-
-
-def _tell(events: EventLog, rank: int, kind: str, name: str, /, *, step: int | None = None, **fields: Any) -> None:
-    """Write an event on rank 0; one that cannot be written is logged, since other ranks go on."""
-    if rank == 0:
-        try:
-            events.emit(kind, name, step=step, **fields)
-        except OSError as error:
-            logger.error("the event %s/%s of step %s is not written: %s", kind, name, step, error)
 
 
 def _end_groups() -> None:

@@ -29,11 +29,11 @@ from megasdc.parallel.collectives import Agreed, compare_replicas, gather_object
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult, gather_traces
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.golden import machine_key
+from megasdc.sdc.host import find_comparable
 from megasdc.sdc.referee.foreign import HOOKS, is_plain, make_plain, own_result, result_between, tied_words
 from megasdc.sdc.referee.recompute import Call, Exhibit
 from megasdc.sdc.referee.referee import Make, Referee, Subject
 from megasdc.sdc.trace import Trace, count_differing, trace_digest
-from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
 MOST_MOVES = 2
@@ -249,9 +249,9 @@ class GuardAudit(Protection):
     """
 
     def __init__(self, training: Training, agreed: Callable[[int], None]) -> None:
-        engine, settings, dims, world = training.engine, training.settings, training.dims, training.world
+        engine, settings, dims, world = training.engine, training.settings, training.dims, training.host_group
         self._training, self._engine, self._dims, self._world = training, engine, dims, world
-        self._copies, self._tell, tell = training.copies, training.tell, training.tell
+        self._copies, self._emit, tell = training.copies, training.events.emit_on_rank_0, training.events.emit_on_rank_0
         self._agreed, self._first, self._interval = agreed, training.step, settings.audit.interval
         self.count = 0
         self._modules = _modules_of(engine.module)
@@ -264,26 +264,9 @@ class GuardAudit(Protection):
         to_sdc, asks = partial(tell, "sdc"), sdc.referee
         self._findings = AuditFindings(dims, world, sdc.repeats, referee, to_sdc, asks=asks, sums=True)
         self._places = PermutableOps(dims, world, tell) if settings.audit.permuted else None
-        self._comparable = self._find_comparable()
-
-    def _find_comparable(self) -> set[tuple[int, int]]:
-        """Positions (pp_rank, tp_rank) of which all replicas have the same hardware and versions.
-
-        Collective: all ranks of the world.
-        """
         threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
-        keys = gather_objects({**machine_key(), **threads}, self._world)
-        found, everywhere = comparable_positions(keys, self._dims), self._dims.pipeline * self._dims.tensor
-        if len(found) < everywhere:
-            left_out, names = everywhere - len(found), differing_names(keys)
-            self._tell("sdc", "not_comparable", positions=left_out, differing=names)
-            if self._dims.rank == 0:
-                logger.warning(
-                    "guard: %d of %d positions have replicas that differ in %s: their results cannot be compared, "
-                    "and audits verify no checkpoint",
-                    *(left_out, everywhere, ", ".join(names)),
-                )
-        return found
+        self._comparable = find_comparable(training, {**machine_key(), **threads})
+        """Positions (pp_rank, tp_rank) of which all replicas have the same hardware and versions."""
 
     def close(self) -> None:
         """Remove the hook on forward passes."""
@@ -308,13 +291,13 @@ class GuardAudit(Protection):
                 agreed = False
                 yield found
         if agreed and audited.agreed.raised[NO_RECORDS]:
-            self._tell("sdc", "audit_void", step=step, reason="a rank has recorded no result of it")
+            self._emit("sdc", "audit_void", step=step, reason="a rank has recorded no result of it")
         elif agreed and len(self._comparable) < self._dims.pipeline * self._dims.tensor:
-            self._tell("sdc", "audit_void", step=step, reason="replicas differ in hardware or versions")
+            self._emit("sdc", "audit_void", step=step, reason="replicas differ in hardware or versions")
         elif agreed:
             self._agreed(step)
             seconds = round(time.monotonic() - began, 3)
-            self._tell("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
+            self._emit("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
 
     def _source(self, step: int) -> int | None:
         """Replica whose batch is audited in a step, another one each time; None: the step is not audited."""
@@ -400,7 +383,7 @@ class GuardAudit(Protection):
         """Findings of buffers that differ though nothing has written to them; audits use one replica's buffers."""
         names = self._buffers.differing()
         if all_names := sorted({name for of_rank in gather_objects(names, self._world) for name in of_rank}):
-            self._tell("guard", "buffers_differ", step=step, buffers=all_names)
+            self._emit("guard", "buffers_differ", step=step, buffers=all_names)
             again = self._buffers.trace(step, names, again=True)
             yield self._settle_held(self._buffers.trace(step, names), again)
 

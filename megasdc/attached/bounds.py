@@ -55,8 +55,8 @@ class GuardBounds(Protection):
 
     def __init__(self, training: Training) -> None:
         engine, specs, dims = training.engine, training.settings.optimizer_hooks, training.dims
-        self._engine, self._specs, self._dims, self._group = engine, specs, dims, training.world
-        self._interval, self._tell = training.settings.logging.interval, training.tell
+        self._engine, self._specs, self._dims, self._group = engine, specs, dims, training.host_group
+        self._interval, self._emit = training.settings.logging.interval, training.events.emit_on_rank_0
         names = {one: name for name, one in engine.module.named_parameters() if one.requires_grad}
         self._bounds = ShardBounds(engine.optimizer, names, specs, None, dims)
         self._control = StepControl(engine.optimizer, engine.data_parallel_group)
@@ -85,7 +85,7 @@ class GuardBounds(Protection):
         if reason is None and norm > LARGEST_NORM:
             reason = f"the norm of the gradient is {norm:.3g}, more than fp32 holds"
         if reason is not None:
-            self._tell("skip", "optimizer_step", step=step, reason=reason)
+            self._emit("skip", "optimizer_step", step=step, reason=reason)
             if self._dims.rank == 0:
                 logger.warning("step %d is skipped: %s", step, reason)
         changed = torch.tensor(norm, dtype=torch.float64, device=sums.device) if self._bounds.changes(step) else None
@@ -105,11 +105,11 @@ class GuardBounds(Protection):
         totals = gather_totals(self._bounds, self._dims, self._engine.data_parallel_group, self._group)
         self._bounds.table.zero_()
         for place, rows in bound_rows(totals).items():
-            self._tell("bounds", "statistics", step=step, where=place, submodules=rows)
+            self._emit("bounds", "statistics", step=step, where=place, submodules=rows)
         for text, fields in warnings_of(totals, self._specs):
             if self._dims.rank == 0:
                 logger.warning("step %d: %s", step, text)
-            self._tell("bounds", "warning", step=step, **fields)
+            self._emit("bounds", "warning", step=step, **fields)
 
     @property
     def _scale(self) -> float:

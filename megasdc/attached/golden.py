@@ -335,7 +335,7 @@ class GuardGolden(Protection):
     def __init__(self, training: Training) -> None:
         engine, dims, settings = training.engine, training.dims, training.settings
         self._training, self._engine, self._dims = training, engine, dims
-        self._world, self._copies, self._tell = training.world, training.copies, training.tell
+        self._world, self._copies, self._emit = training.host_group, training.copies, training.events.emit_on_rank_0
         self._settings, self._repeats = settings.golden, settings.sdc.repeats
         assert settings.golden.path is not None, "else there is nothing to do"
         self._path = Path(settings.golden.path)
@@ -416,7 +416,7 @@ class GuardGolden(Protection):
         parts = self._gather_parts(packed)
         self._together(lambda: save_parts(self._path, self._training.algorithm.name, parts) if parts else None)
         seconds = round(time.monotonic() - began, 3)
-        self._tell("golden", "recorded", step=step, path=str(self._path), results=len(own.trace), seconds=seconds)
+        self._emit("golden", "recorded", step=step, path=str(self._path), results=len(own.trace), seconds=seconds)
         if self._dims.rank == 0:
             logger.info("step %d: recorded %s; verify with golden.record false", step, self._path)
 
@@ -457,7 +457,7 @@ class GuardGolden(Protection):
         answer = GoldenAnswer(runs, 1, judged, time.monotonic() - began)
         rulings = answer.rulings(step, self._training.suspects.ranks)
         name, compared = ("differs" if rulings else "agreed"), answer.compared
-        self._tell("golden", name, step=step, compared=compared, seconds=round(answer.seconds, 3))
+        self._emit("golden", name, step=step, compared=compared, seconds=round(answer.seconds, 3))
         if rulings:
             yield Finding("golden", None, rulings, compared, answer.counts)
 

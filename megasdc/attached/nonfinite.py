@@ -179,8 +179,8 @@ class GuardNonFinite(Protection):
 
     def __init__(self, training: Training) -> None:
         engine, watched, settings = training.engine, training.watched, training.settings.nonfinite
-        self._engine, self._watched, self._dims, self._group = engine, watched, training.dims, training.world
-        self._tell, self._left = training.tell, settings.searches
+        self._engine, self._watched, self._dims, self._group = engine, watched, training.dims, training.host_group
+        self._emit, self._left = training.events.emit_on_rank_0, settings.searches
         self._warnings = Warnings()
         self._order = [*(one.fqn for one in watched), ROOT]
         self._finite, self._inputs = FiniteRecorder(), InputKinds()
@@ -231,7 +231,7 @@ class GuardNonFinite(Protection):
         if found.origin is not None and not found.reproduced and found.origin.found.address.phase == BACKWARD:
             found = replace(found, reproduced=None)  # a gradient that the model was given: nobody computed it again
         meaning = None if found.origin is None else found.origin.meaning
-        self._tell(EVENT_KIND, "first", step=step, **found.fields, meaning=meaning, not_recomputed=lacks)
+        self._emit(EVENT_KIND, "first", step=step, **found.fields, meaning=meaning, not_recomputed=lacks)
         if self._dims.rank == 0:
             self._warnings.tell(step, found, lacks)
             if self._left == 0:

@@ -59,7 +59,7 @@ def find_makers(training: Training) -> FolderRanks:
     Collective: all ranks of the world.
     """
     storage: Storage = "node_local" if training.engine.use_node_local_storage() else "shared"
-    place, device = find_place(CheckpointGroup(storage, training.world)), training.origin.device
+    place, device = find_place(CheckpointGroup(storage, training.host_group)), training.events.origin.device
     nodes = dict[str, list[int]]()
     for rank, name in enumerate(place.gather(place.node if device is None else f"{place.node} ({device})")):
         nodes.setdefault(name, []).append(rank)
@@ -198,7 +198,7 @@ class SaveMarks(Protection):
 
     def __init__(self, training: Training, *, saves: bool) -> None:
         self._training, self._engine = training, training.engine
-        self._tell, self._world, self._saves = training.tell, training.world, saves
+        self._emit, self._world, self._saves = training.events.emit_on_rank_0, training.host_group, saves
         self._place = find_makers(training)
         self._count = 0
         """Number of saves so far."""
@@ -227,7 +227,7 @@ class SaveMarks(Protection):
     def _noting(self, save_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
         step = int(self._engine.global_steps)
         if not self._saves:
-            self._tell("guard", "not_saved", step=step)
+            self._emit("guard", "not_saved", step=step)
             return True
         folder = Path(save_dir) / (f"global_step{step}" if tag is None else str(tag))
         self._replace(folder)
@@ -241,7 +241,7 @@ class SaveMarks(Protection):
         if self._on_all(are_finite(self._state()))[0]:
             self._waiting.append((step, folder))
         else:
-            self._tell("warning", "checkpoint_not_finite", step=step, path=str(folder))
+            self._emit("warning", "checkpoint_not_finite", step=step, path=str(folder))
             if self._place.leader:
                 logger.warning("guard: %s is saved, but its state is not finite: go back to an earlier one", folder)
         return result
@@ -325,7 +325,7 @@ class SaveMarks(Protection):
             return
         finite, settled = self._on_all(are_finite(self._state()), self._loaded is None or self._loaded.told)
         if int(self._engine.skipped_steps) > skipped or not finite:
-            self._tell(
+            self._emit(
                 "audit", "not_finite", step=audit_step, reason="the step was skipped, or its state is not finite"
             )
             return
@@ -352,7 +352,7 @@ class SaveMarks(Protection):
         if not problems:
             return [] if own is None or own.folder is None else [(own.step, own.folder)]
         where = None if own is None or own.folder is None else str(own.folder)
-        self._tell("guard", "not_marked", step=audit_step, path=where, reason=problems[0])
+        self._emit("guard", "not_marked", step=audit_step, path=where, reason=problems[0])
         if self._place.leader:
             logger.warning("guard: %s is not marked as verified: %s", where or "a checkpoint", problems[0])
         return []
@@ -365,6 +365,6 @@ class SaveMarks(Protection):
             wait_for_room(lambda: write_durably(path, text), path, logger.warning, at_most_s=END_S)
         except OSError as error:  # it was removed, or the disk stays full: training goes on
             logger.warning("%s is not marked as verified: %s", folder, error)
-            self._tell("warning", "checkpoint_not_marked", step=step, message=str(error))
+            self._emit("warning", "checkpoint_not_marked", step=step, message=str(error))
             return
-        self._tell("verify", "checkpoint", step=step, path=str(folder), audit_step=audit_step)
+        self._emit("verify", "checkpoint", step=step, path=str(folder), audit_step=audit_step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megasdc.attached.record import Watched
-from megasdc.common.origin import Origin
 from megasdc.config.guard import GuardSettings
+from megasdc.events import EventLog
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finding import Finding, Suspects
 from megasdc.tensors.checksum import ChecksumAlgorithm, default_algorithm
@@ -24,11 +24,10 @@ class Training:
     Attributes:
         engine: the engine of DeepSpeed.
         watched: submodules whose results are compared.
-        world: a host group of all ranks.
+        host_group: a host group of all ranks.
         copies: a host group of the ranks that hold the same parameters as this one.
         suspects: devices that were wrong before.
-        tell: writes an event on rank 0, from its kind, name and fields.
-        origin: run and start to which events belong.
+        events: this rank's event log.
         hides_losses: whether the log of the training leaves out losses that are not finite.
     """
 
@@ -36,11 +35,10 @@ class Training:
     settings: GuardSettings
     dims: ParallelDims
     watched: tuple[Watched, ...]
-    world: dist.ProcessGroup | None
+    host_group: dist.ProcessGroup | None
     copies: dist.ProcessGroup | None
     suspects: Suspects
-    tell: Callable[..., None]
-    origin: Origin
+    events: EventLog
     hides_losses: bool = False
 
     @property

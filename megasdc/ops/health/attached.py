@@ -120,8 +120,8 @@ class GuardStragglers(Protection):
     """
 
     def __init__(self, training: Training, slow_ratio: float) -> None:
-        engine, dims, group = training.engine, training.dims, training.world
-        self._group, self._tell = group, training.tell
+        engine, dims, group = training.engine, training.dims, training.host_group
+        self._group, self._emit = group, training.events.emit_on_rank_0
         self._on_device = engine.device.type == "cuda"
         self._stragglers = Stragglers(dims.data, dims.pipeline, slow_ratio)
         self._first_step = training.step
@@ -144,7 +144,7 @@ class GuardStragglers(Protection):
                 divmod(number, dims.pipeline): Where(tuple(range(first, first + dims.tensor)), hosts[first])
                 for number, first in enumerate(self._ranks)
             }
-            self._report = SlowReport(training.folder, slow_ratio, where, LONG, training.origin)
+            self._report = SlowReport(training.folder, slow_ratio, where, LONG, training.events.origin)
             self._write(lambda report: report.write_suspects(self._stragglers, self._first_step - 1), self._first_step)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class GuardStragglers(Protection):
         change = self._stragglers.judge(step)
         for name, fields in report.events(change, self._stragglers):
             logger.warning("health: step %d: %s", step, fields["message"])
-            self._tell("health", name, step=step, **fields)
+            self._emit("health", name, step=step, **fields)
         self._write(lambda report: report.write(change, self._stragglers, step), step)
 
     def _write(self, write: Callable[[SlowReport], Any], step: int) -> None:
@@ -183,7 +183,7 @@ class GuardStragglers(Protection):
             write(self._report)
         except OSError as error:
             logger.warning("health: who is slow cannot be written: %s", error)
-            self._tell("health", "unwritten", step=step, problem=str(error))
+            self._emit("health", "unwritten", step=step, problem=str(error))
 
     def _begin(self, model: Any, _args: Any) -> None:
         self._begun = self._mark() if model.training else None

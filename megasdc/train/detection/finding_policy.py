@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,17 @@ from megasdc.parallel.collectives import Agreed, gather_objects
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.finding import Finding, Suspects, describe_ruling, gather_places
 from megasdc.sdc.golden import AFFECTED, DIVERGENT
+from megasdc.sdc.host import find_comparable
 from megasdc.sdc.incident import FAULT_FIELDS, Environment, Incident, RankPlace, write_incident
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED
-from megasdc.sdc.vote import comparable_positions, differing_names
 from megasdc.train.checkpointer import checkpoint_folder, mark_memory
 from megasdc.train.detection.chain import SETTINGS, UsedSettings
 from megasdc.train.detection.findings import (
     AUDITED,
     COPIES,
     COPY,
+    EVENT_KIND,
     MOVED,
     PARAMETERS,
     PLACE,
@@ -91,6 +93,7 @@ class FindingPolicy:
         self.settings = UsedSettings(run)
         self._dims = run.dims
         self._group = run.host_group
+        self._emit = partial(run.events.emit_on_rank_0, EVENT_KIND)
         self._keys = dict(keys)
         self._incidents = incidents
         self._before = tuple(before)
@@ -115,27 +118,16 @@ class FindingPolicy:
         left: dict[str, str] = {}
         self._incidents.on_start()
         self._suspects.on_start(run.engine.device, self._group)
-        keys = gather_objects(self._keys, self._group)
-        self._comparable = comparable_positions(keys, self._dims)
+        self._comparable = find_comparable(run, self._keys)
         everywhere = self._dims.pipeline * self._dims.tensor
-        if len(self._comparable) < everywhere:
-            number = len(self._comparable)
+        if (number := len(self._comparable)) < everywhere:
             left[AUDIT] = f"at {number} of {everywhere} positions" if number else NOTHING
-            names = differing_names(keys)
-            self._findings.tell("not_comparable", positions=everywhere - len(self._comparable), differing=names)
-            logger.warning(
-                "%d of %d positions have replicas that differ in %s: their results cannot be compared, "
-                "and audits verify no checkpoint",
-                everywhere - len(self._comparable),
-                everywhere,
-                ", ".join(names),
-            )
         if self._section.golden is not None:
             path, keep = Path(self._section.golden), self._section.golden_interval is not None
             golden = GoldenCheck(path, self._dims, self._group, self._before, keep=keep)
             if unfit := golden.unfit():
                 left[GOLDEN] = NOTHING
-                self._findings.tell("golden_unfit", reason=unfit[0], ranks=len(unfit))
+                self._emit("golden_unfit", reason=unfit[0], ranks=len(unfit))
                 logger.warning("the golden trace %s does not fit %d ranks: %s", golden.path, len(unfit), unfit[0])
             else:
                 self._golden = golden
@@ -199,7 +191,7 @@ class FindingPolicy:
             again = self._settle_parameters(engine, evidence, agreed, repaired)
             if agreed.differing[PARAMETERS] and audit_differs and not again:
                 # Ranks with wrong parameters computed other results.
-                self._findings.tell("audit_void", step=step, reason="the parameters were not equal")
+                self._emit("audit_void", step=step, reason="the parameters were not equal")
             return again
         again = False
         if agreed.raised[TOKENS] and evidence.given is not None:  # other results of that rank follow from it
@@ -207,7 +199,7 @@ class FindingPolicy:
             again = self._act(step, found, repaired)
             evidence.given.finish(again)
             if audit_differs and not again and found.micro_batch == 0 and engine.shared_source is not None:
-                self._findings.tell("audit_void", step=step, reason="the micro-batch was not read alike")
+                self._emit("audit_void", step=step, reason="the micro-batch was not read alike")
                 audit_differs = False
         if agreed.raised[REPEATS] and not again:
             found = self._findings.of_recompute(engine, evidence.repeats, recompute_micro_batch, earlier)
@@ -304,7 +296,7 @@ class FindingPolicy:
     def _ask(self, golden: GoldenCheck, step: int, repeats: int = 0) -> GoldenAnswer:
         answer = golden.ask(step, repeats)
         wrong, received, unclear = (answer.ranks(status) for status in (DIVERGENT, AFFECTED, INCONCLUSIVE))
-        self._findings.tell(
+        self._emit(
             "golden",
             step=step,
             compared=answer.compared,
@@ -346,7 +338,7 @@ class FindingPolicy:
         if ends_here:  # first, so that the next start knows even if a report fails
             self._incidents.mark(step)
         for ruling in found.rulings:
-            self._findings.tell("verdict", step=step, tier=found.tier, action=action, **describe_ruling(ruling))
+            self._emit("verdict", step=step, tier=found.tier, action=action, **describe_ruling(ruling))
         self._suspects.add(ruling.rank for ruling in found.rulings if ruling.rank is not None)
         if action == "warn":
             self._accepted = step - 1 if found.tier in STATE_TIERS else step
@@ -379,7 +371,7 @@ class FindingPolicy:
         self._committed_wrong = step
         if self._wrong_since is None or since < self._wrong_since:
             self._wrong_since = since
-            self._findings.tell("not_verified_from", step=since)
+            self._emit("not_verified_from", step=since)
             logger.warning("checkpoints from step %d on hold this corruption and will not be verified", since)
         return again
 
@@ -399,7 +391,7 @@ class FindingPolicy:
         if unseen or result.step == self._committed_wrong:
             return
         if not recorded:
-            self._findings.tell("audit_void", step=result.step, reason="a rank has recorded no result of it")
+            self._emit("audit_void", step=result.step, reason="a rank has recorded no result of it")
             logger.warning("step %d: the audit is void, since a rank has recorded no result of it", result.step)
             return
         if not result.is_finite:
@@ -425,7 +417,7 @@ class FindingPolicy:
         """Restore ``state_dict``."""
         self._wrong_since = state.get("wrong_since")
         if unknown := self._suspects.load_state(state["earlier"]):
-            self._findings.tell("earlier_not_known", ranks=unknown)
+            self._emit("earlier_not_known", ranks=unknown)
             logger.warning(
                 "ranks %s were found wrong before, on hosts and devices that the checkpoint does not name: forgotten",
                 unknown,

@@ -11,6 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -147,11 +148,11 @@ class Findings:
     ) -> None:
         self._dims = run.dims
         self._group = run.host_group
-        self._events = run.events
+        self._emit = partial(run.events.emit_on_rank_0, EVENT_KIND)
         self._repeats = repeats
         self._parameters = parameters
         self._suspects = suspects
-        self._audits = AuditFindings(run.dims, run.host_group, repeats, referee, self.tell)
+        self._audits = AuditFindings(run.dims, run.host_group, repeats, referee, self._emit)
 
     def of_audit(
         self,
@@ -190,7 +191,7 @@ class Findings:
         found = gather_objects((first, own.compared, counts), self._group)
         flagged = origins({rank: one for rank, (one, *_) in enumerate(found) if one is not None}, self._dims)
         for rank, one in flagged.items():
-            self.tell("finding", step=engine.step_number, tier="recompute", rank=rank, address=str(one.address))
+            self._emit("finding", step=engine.step_number, tier="recompute", rank=rank, address=str(one.address))
         again: dict[int, list[Any]] = {rank: [] for rank in flagged}
         for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
             for _ in range(self._repeats):
@@ -217,7 +218,7 @@ class Findings:
         found = gather_objects(rows.wrong, self._group)
         flagged = {rank: one for rank, one in enumerate(found) if one is not None}
         for rank, one in flagged.items():
-            self.tell("finding", step=engine.step_number, tier="rows", rank=rank, address=str(one.address))
+            self._emit("finding", step=engine.step_number, tier="rows", rank=rank, address=str(one.address))
         again = [gather_objects(rows.again(), self._group) for _ in range(self._repeats)]
         rulings, opinions, counts = [], [], []
         for rank, one in flagged.items():
@@ -242,7 +243,7 @@ class Findings:
         flagged = {rank: one for rank, one in enumerate(found) if one is not None}
         for rank, one in flagged.items():
             said = {"rank": rank, "address": str(one.address), "reason": one.reason}
-            self.tell("finding", step=engine.step_number, tier="tokens", **said)
+            self._emit("finding", step=engine.step_number, tier="tokens", **said)
             logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
         again: dict[int, list[tuple[int, int]]] = {rank: [] for rank in flagged}
         for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
@@ -280,7 +281,7 @@ class Findings:
         for rank, (one, _) in enumerate(found):
             if one is not None:
                 said = {"rank": rank, "address": str(one.address), "reason": one.reason}
-                self.tell("finding", step=step, tier=PLACE, **said)
+                self._emit("finding", step=step, tier=PLACE, **said)
                 logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
                 verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
                 rulings.append(
@@ -291,7 +292,7 @@ class Findings:
             usual, most = Counter(digests.values()).most_common(1)[0]
             address = Address(step, None, FORWARD, BATCH, SLOT)
             others = [rank for rank, one in digests.items() if one != usual]
-            self.tell("finding", step=step, tier=PLACE, ranks=others, address=str(address))
+            self._emit("finding", step=step, tier=PLACE, ranks=others, address=str(address))
             if 2 * most > len(digests):
                 for rank in others:
                     got = {rank: digests[rank]}
@@ -323,7 +324,7 @@ class Findings:
         for rank, (first, _) in enumerate(found):
             if first is not None:
                 address, before, after = first
-                self.tell("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
+                self._emit("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
                 verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
                 rulings.append(RankVerdict(rank, verdict, "master shard", address, expected=after, got={rank: before}))
         by_position: dict[int, set[tuple[int, ...]]] = {}
@@ -365,15 +366,6 @@ class Findings:
                 )
                 break
         return Finding("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
-
-    def tell(self, name: str, *, step: int | None = None, **fields: Any) -> None:
-        """Write an event on rank 0."""
-        if self._dims.rank != 0:
-            return
-        try:
-            self._events.emit(EVENT_KIND, name, step=step, **fields)
-        except OSError as error:  # not raised: the other ranks wait in the collectives that follow
-            logger.error("the event %s/%s of step %s is not written: %s: %s", EVENT_KIND, name, step, error, fields)
 
 
 def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:
