@@ -14,13 +14,13 @@ from megasdc.distributions import BoundedLogNormal
 from megasdc.dropcompute.gate import StepDecisions, read_decisions
 from megasdc.lab.planning.environment import DelayEnvironment
 from megasdc.parallel.dims import ParallelDims
+from tools.bench.campaign import CampaignLog
 from tools.bench.drops.cost import BAR, LayoutCost, StepCost, TimedGate
 from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions, Segment, Setting
 from tools.bench.drops.speedup_scores import choose_thresholds, compare, recorded_steps, sleep_share
 from tools.bench.drops.training import DropTrainResult
 from tools.bench.drops.training_scores import DropRun
 from tools.bench.drops.training_setup import COMMUNICATION_S, LATENCY_S, MEAN_DELAY_S, draw
-from tools.bench.log import RunLog
 from tools.bench.small.gpt import SmallGpt
 
 FIRST, SECOND = Segment(1, 41), Segment(41, 81)
@@ -177,20 +177,20 @@ def test_a_log_of_runs_goes_on_and_is_of_one_campaign(tmp_path: Path) -> None:
     """Finished runs are read back, a torn line is none, and a log of other options or of something else is refused."""
     path = tmp_path / "runs.jsonl"
     run = _run(Setting(0.1, "defer"), 2, 5.0)
-    RunLog(path, SMALL, DropRun).add(run)
+    CampaignLog(path, SMALL, DropRun).add(run)
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"setting"')
-    again = RunLog(path, SMALL, DropRun)
+    again = CampaignLog(path, SMALL, DropRun)
     again.add(_run(Setting(0.1), 2, 6.0))
-    assert [(one.setting, one.seed, one.loss) for one in RunLog(path, SMALL, DropRun).runs] == [
+    assert [(one.setting, one.seed, one.loss) for one in CampaignLog(path, SMALL, DropRun).runs] == [
         (run.setting, 2, 5.0),
         (Setting(0.1), 2, 6.0),
     ]
     with pytest.raises(ConfigError, match="other options"):
-        RunLog(path, DropTrainOptions(), DropRun)
+        CampaignLog(path, DropTrainOptions(), DropRun)
     path.write_text("nothing\n")
     with pytest.raises(StorageError, match="name another file"):
-        RunLog(path, SMALL, DropRun)
+        CampaignLog(path, SMALL, DropRun)
 
 
 def test_options_out_of_range_are_refused() -> None:

@@ -11,11 +11,10 @@ import pytest
 from rich.console import Console
 
 from megasdc.common.errors import ConfigError
-from tools.bench.drills import Layout
+from tools.bench.campaign import CampaignLog, Layout
 from tools.bench.health.hang_kinds import KINDS, Drill, Strike
 from tools.bench.health.hang_options import HangOptions
 from tools.bench.health.hangs import HangResult
-from tools.bench.log import RunLog
 
 RIGHT = Drill(Strike("data", (0,), 40), (1, 4, 1), True, "hang/behind", (0,), 3.0, 4.0, (75, 79, 79, 79))
 NEVER = replace(RIGHT, happened=False, found="", named=(), seconds=None, codes=(-9,) * 4)
@@ -51,9 +50,9 @@ def test_a_hang_that_never_began_is_an_error_of_the_drill() -> None:
 def test_a_campaign_that_was_ended_goes_on_from_its_log(tmp_path: Path) -> None:
     """Drills are read back as they were, also those that had to be ended; the log of other options is refused."""
     log, options = tmp_path / "hangs.jsonl", HangOptions(drills=2)
-    kept = RunLog(log, options, Drill)
+    kept = CampaignLog(log, options, Drill)
     for one in (RIGHT, NEVER):
         kept.add(one)
-    assert RunLog(log, options, Drill).runs == [RIGHT, NEVER]
+    assert CampaignLog(log, options, Drill).outcomes == [RIGHT, NEVER]
     with pytest.raises(ConfigError, match="runs of other options"):
-        RunLog(log, HangOptions(drills=3), Drill)
+        CampaignLog(log, HangOptions(drills=3), Drill)

@@ -9,6 +9,7 @@ import pytest
 
 from megasdc.common.errors import ConfigError
 from megasdc.events import EventLog
+from tools.bench.campaign import CampaignLog
 from tools.bench.checkpoints.recoveries import RecoveryResult, _hosts_of, _plan
 from tools.bench.checkpoints.recovery_checks import End, check_holdings, check_start, resumed_from, why_different
 from tools.bench.checkpoints.recovery_faults import FAULTS
@@ -16,7 +17,6 @@ from tools.bench.checkpoints.recovery_holdings import Holdings
 from tools.bench.checkpoints.recovery_kinds import KINDS, Drill, Resumed, Strike
 from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.recovery_start import Place
-from tools.bench.log import RunLog
 
 OPTIONS = RecoveryOptions()
 
@@ -127,5 +127,5 @@ def test_the_bar_is_that_all_is_right() -> None:
 def test_a_campaign_that_was_ended_goes_on_from_its_log(tmp_path: Path) -> None:
     """A drill is read back as it was."""
     drill = Drill(Strike("rank", 1, 0, 9, 0.25, 3), (1, 1, 2), (Resumed(7, "memory", 1),), ("a line",), 4.5)
-    RunLog(tmp_path / "log", OPTIONS, Drill).add(drill)
-    assert RunLog(tmp_path / "log", OPTIONS, Drill).runs == [drill]
+    CampaignLog(tmp_path / "log", OPTIONS, Drill).add(drill)
+    assert CampaignLog(tmp_path / "log", OPTIONS, Drill).outcomes == [drill]

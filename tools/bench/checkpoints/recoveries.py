@@ -14,13 +14,14 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megasdc.common.run_lock import RECORD_FILE
+from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.checkpoints import recovery_faults as faults
 from tools.bench.checkpoints.recovery_checks import (
     End,
@@ -36,9 +37,7 @@ from tools.bench.checkpoints.recovery_holdings import Holdings, look
 from tools.bench.checkpoints.recovery_kinds import KINDS, SAVE_INTERVAL, STEPS, Drill, Resumed, Strike
 from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.recovery_start import Place, Start
-from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hangs import prepare_texts
-from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress, Report, Result
@@ -65,7 +64,8 @@ class RecoveryResult(Result):
     def report(self) -> Report:
         """Counts by kind and by layout, and what was not right."""
         columns = ("drills", "right", "memory", "partner", "disk", "start", "steps lost, median and most")
-        yield from tables("recoveries", self.drills, lambda one: KINDS[one.strike.kind].title, _row, columns)
+        keys = {"kind": lambda one: KINDS[one.strike.kind].title, "layout": layout_text}
+        yield from tables("recoveries", self.drills, keys, columns, _row)
         for one in self.drills:
             for problem in one.problems:
                 yield f"{layout_text(one)} {one.strike}: {problem}"
@@ -73,12 +73,12 @@ class RecoveryResult(Result):
             yield f"{KINDS[name].title}: left out, {reason}"
 
 
-def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
+def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
     resumed = [one for drill in drills for one in drill.resumed]
     lost = sorted(one.lost_steps for one in resumed)
     told = f"{lost[len(lost) // 2]}, {lost[-1]}" if lost else "-"
     sources = [sum(one.source == source for one in resumed) for source in ("memory", "partner", "disk", "start")]
-    return (name, *map(str, (len(drills), sum(one.right for one in drills), *sources)), told)
+    return len(drills), sum(one.right for one in drills), *sources, told
 
 
 def bench_recoveries(
@@ -92,26 +92,25 @@ def bench_recoveries(
     Raises:
         MegasdcError: the log cannot be used.
     """
-    machine, kept = describe_machine(), RunLog(log, options, Drill)
+    machine, kept = describe_machine(), CampaignLog(log, options, Drill)
     chance = random.Random(options.seed)
     left_out = {
         name: "this user cannot rename hosts or mount file systems"
         for name in options.drawn
         if KINDS[name].needs_root and os.geteuid()
     }
+    planned = _plan(options, left_out, chance)
+    return RecoveryResult(machine, options, Campaign("drills", planned, _run, kept).finish(on_progress), left_out)
+
+
+def _run(left: Sequence[tuple[int, tuple[Layout, Strike]]], keep: Callable[[Drill], None]) -> None:
+    ends: dict[Layout, End] = {}
     with scratch_folder() as folder:
         data = prepare_texts(folder)
-        ends: dict[Layout, End] = {}
-        planned = _plan(options, left_out, chance)
-        for number, (layout, strike) in enumerate(planned):
-            on_progress("drills", number, len(planned))
-            if number < len(kept.runs):
-                continue
+        for number, (layout, strike) in left:
             if layout not in ends:
                 ends[layout] = _run_without_fault(folder / f"plain_{len(ends)}", data, layout)
-            kept.add(_run_drill(folder / f"drill_{number}", data, layout, strike, ends[layout]))
-        on_progress("drills", len(planned), len(planned))
-    return RecoveryResult(machine, options, kept.runs, left_out)
+            keep(_run_drill(folder / f"drill_{number}", data, layout, strike, ends[layout]))
 
 
 def _plan(options: RecoveryOptions, left_out: dict[str, str], chance: random.Random) -> list[tuple[Layout, Strike]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tools.bench.campaign import CampaignOptions
 from tools.bench.checkpoints.recovery_kinds import KINDS
-from tools.bench.drills import DrillOptions
 from tools.bench.options import option
 
 
 @dataclass(frozen=True)
-class RecoveryOptions(DrillOptions):
+class RecoveryOptions(CampaignOptions):
     """Size of a campaign of recoveries."""
 
     known = KINDS

@@ -58,14 +58,14 @@ def bench_refereeing(on_progress: Any, options: RefereeOptions) -> Any:
 
 
 @add_command(app, "guard", "--trainings 16 --names zero1 --out guard.json")
-def bench_guarding(on_progress: Any, options: GuardOptions) -> Any:
+def bench_guarding(on_progress: Any, options: GuardOptions, log: Log = None) -> Any:
     """Plant faults in trainings that are not megasdc's own; exit code 1 if a guard names another or none.
 
     Rank, submodule and direction must be named, and in trainings without a fault nobody.
     """
     from tools.bench.guard.campaign import bench_guard
 
-    return bench_guard(options, on_progress)
+    return bench_guard(options, log, on_progress)
 
 
 @add_command(app, "guard-disputes", "--healthy 40 --faults 12 --out disputes.json")
@@ -88,7 +88,7 @@ def bench_guard_costs(on_progress: Any, options: GuardCostOptions) -> Any:
 
 
 @add_command(app, "isolation", "--drills 20 --layouts 1x1x3 --out isolation.json")
-def bench_isolating(on_progress: Any, options: IsolationOptions) -> Any:
+def bench_isolating(on_progress: Any, options: IsolationOptions, log: Log = None) -> Any:
     """Leave replicas out of runs whose faults go on; exit code 1 if one does not end with the right bits.
 
     Exactly the wrong replicas must be left out, and every loss and the last checkpoint must be those of a run without
@@ -96,7 +96,7 @@ def bench_isolating(on_progress: Any, options: IsolationOptions) -> Any:
     """
     from tools.bench.isolation.campaign import bench_isolation
 
-    return bench_isolation(options, on_progress)
+    return bench_isolation(options, log, on_progress)
 
 
 @add_command(app, "isolation-rate", "--rounds 1 --out rate.json")

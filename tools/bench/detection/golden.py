@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tools.bench.detection.campaign import CampaignResult, run_cell
+from tools.bench.campaign import run_cell
+from tools.bench.detection.counts import CampaignResult
 from tools.bench.detection.golden_rank import Trial, run_campaign
 from tools.bench.detection.options import DetectionOptions
 from tools.bench.machine import describe_machine

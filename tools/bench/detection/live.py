@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.detection.campaign import CampaignResult, run_cell
+from tools.bench.campaign import run_cell
+from tools.bench.detection.counts import CampaignResult
 from tools.bench.detection.live_cases import LONG, MAJORITY
 from tools.bench.detection.live_chain import ChainPlan, ChainResult, run_chain_drills
 from tools.bench.detection.live_rank import run_campaign

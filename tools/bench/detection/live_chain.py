@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,11 @@ from megasdc.config.faults import (
 )
 from megasdc.events import read_events
 from megasdc.train.detection.findings import EVENT_KIND
+from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.checkpoints.recovery_checks import read_end, why_different
-from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hangs import prepare_texts
 from tools.bench.isolation.config import write_config
 from tools.bench.isolation.rank import run_launches
-from tools.bench.log import RunLog
 from tools.bench.rank import run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report
 
@@ -230,12 +230,16 @@ class Planned:
     owners: tuple[str, ...]
 
 
+WITHOUT = -1
+"""Number of the run without faults of a layout and type."""
+
+
 @dataclass(frozen=True)
 class ChainDrill:
     """What came of a drill.
 
     Args:
-        number: of the drill, by which it is drawn; -1 without faults.
+        number: of the drill, by which it is drawn; ``WITHOUT``.
         changed: ranks on which a fault has changed a bit.
         found: tiers that found something, in the first launch.
         named: ranks that were named, in the same.
@@ -344,7 +348,8 @@ class ChainResult:
     def report(self) -> Report:
         """Counts by kind and by layout, and every failure by itself."""
         if self.faulty:
-            yield from tables("faults in the chain", self.faulty, _kind, _row, ("drills", *OUTCOMES, "in the run"))
+            keys = {"kind": _kind, "layout": layout_text}
+            yield from tables("faults in the chain", self.faulty, keys, ("drills", *OUTCOMES, "in the run"), _row)
         yield (
             "found: the run went on right, or was ended and started again without the fault, and ended with the bits "
             "of a run without it; in the run: without a new start; harmless: nothing differs at the end; not covered: "
@@ -373,10 +378,10 @@ def _cell(drill: ChainDrill) -> str:
     return f"{layout_text(drill)} {drill.precision}"
 
 
-def _row(name: str, drills: Sequence[ChainDrill]) -> tuple[str, ...]:
+def _row(drills: Sequence[ChainDrill]) -> tuple[int, ...]:
     count = Counter(one.outcome for one in drills)
     in_run = sum(one.in_run for one in drills)
-    return (name, str(len(drills)), *(str(count[one]) for one in OUTCOMES), str(in_run))
+    return len(drills), *(count[one] for one in OUTCOMES), in_run
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------
@@ -410,42 +415,38 @@ def run_chain_drills(plan: ChainPlan, log: Path | None, on_progress: Progress) -
     Raises:
         MegasdcError: a run without a fault failed, or the log cannot be used.
     """
-    kept = RunLog(log, plan, ChainDrill)
+
+    def run(left: Sequence[tuple[int, tuple[tuple[Layout, str], int]]], keep: Callable[[ChainDrill], None]) -> None:
+        for (layout, precision), some in groupby((case for _, case in left), key=lambda case: case[0]):
+            with scratch_folder() as folder:
+                for drill in _Runs(folder, layout, precision, plan).drills([number for _, number in some]):
+                    keep(drill)
+
     cells = plan.cells
-    total, done = plan.drills + len(cells), len(kept.runs)
-    for first, (layout, precision) in enumerate(cells):
-        numbers = range(first, plan.drills, len(cells))
-        count, done = len(numbers) + 1, done - len(numbers) - 1
-        if done >= 0:  # all of this cell are in the log
-            continue
-        with scratch_folder() as folder:
-            campaign = _Campaign(folder, layout, precision, plan)
-            for drill in campaign.drills(numbers, count + done):
-                kept.add(drill)
-                on_progress(f"{'x'.join(map(str, layout))} {precision}", len(kept.runs), total)
-        done = 0
-    return ChainResult(kept.runs)
+    drawn = [(one, (WITHOUT, *range(first, plan.drills, len(cells)))) for first, one in enumerate(cells)]
+    cases = [(cell, number) for cell, numbers in drawn for number in numbers]
+    return ChainResult(Campaign("whole runs", cases, run, CampaignLog(log, plan, ChainDrill)).finish(on_progress))
 
 
-class _Campaign:
-    """The drills of one layout and type."""
+class _Runs:
+    """The runs of one layout and type."""
 
     def __init__(self, folder: Path, layout: Layout, precision: str, plan: ChainPlan) -> None:
         self._folder, self._layout, self._precision, self._plan = folder, layout, precision, plan
         self._data = prepare_texts(folder)
         self._launches = 0
 
-    def drills(self, numbers: Sequence[int], known: int) -> Any:
-        """The outcomes of a run without faults, then of drills; the first ``known`` are in the log."""
+    def drills(self, numbers: Sequence[int]) -> Iterator[ChainDrill]:
+        """The outcomes of the drills of some numbers, after one that the others are compared with."""
         neutral = {"kind": "scale", "factor": 1.0, "steps": [1, 1]}
         right = self._config("right", [{"phase": phase, **neutral} for phase in (OWNED, WHOLE)])
         codes = self._launch([(right, [])])[0]
         if not codes or any(codes):
             raise MegasdcError(f"a run without a fault ended with exit codes {list(codes)}: {self._precision}")
         cell = Cell(self._layout, _addresses(right.parent), random.Random(0))
-        if known < 1:
+        if WITHOUT in numbers:
             yield self._clean()
-        planned = [self._planned(number, cell) for number in numbers][max(known - 1, 0) :]
+        planned = [self._planned(number, cell) for number in numbers if number != WITHOUT]
         for first in range(0, len(planned), AT_A_TIME):
             yield from self._run(planned[first : first + AT_A_TIME], right)
 
@@ -469,7 +470,7 @@ class _Campaign:
         run = self._config("clean", [], steps)
         codes = self._launch([(run, [])])[0]
         found, named = _found(run.parent)
-        common = (-1, self._layout, self._precision, (CLEAN,), "", ())
+        common = (WITHOUT, self._layout, self._precision, (CLEAN,), "", ())
         return ChainDrill(*common, (), found, named, codes, (), steps=steps)
 
     def _run(self, planned: Sequence[Planned], right: Path) -> list[ChainDrill]:

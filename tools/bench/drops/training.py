@@ -7,8 +7,9 @@ dropped, 91.34, 91.44 and 91.19 with 2.5 to 3, 5.5 to 6 and 10 to 11 % dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 from rich.table import Table
 
 from megasdc.metrics.writer import read_metrics
+from tools.bench.campaign import Campaign, CampaignLog
 from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.drops.training_scores import DropRun, SettingScore, score, verdict
 from tools.bench.drops.training_setup import COMMUNICATION_S, LATENCY_S, MEAN_DELAY_S, draw, run_config
-from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table
@@ -107,35 +108,28 @@ def bench_drop_training(
     Raises:
         MegasdcError: the log cannot be used, or a rank failed.
     """
-    machine = describe_machine()
-    kept = RunLog(log, options, DropRun)
-    made = {(run.setting, run.seed) for run in kept.runs}
-    left = [one for one in options.runs if one not in made]
-    if left:
-        _train(options, left, kept, on_progress)
-    return DropTrainResult(machine, options, kept.runs)
+    machine, kept = describe_machine(), CampaignLog(log, options, DropRun)
+    campaign = Campaign("runs", list(options.runs), partial(_train, options), kept)
+    return DropTrainResult(machine, options, campaign.finish(on_progress))
 
 
 def _train(
-    options: DropTrainOptions, left: Sequence[tuple[Setting, int]], kept: RunLog[DropRun], on_progress: Progress
+    options: DropTrainOptions, left: Sequence[tuple[int, tuple[Setting, int]]], keep: Callable[[DropRun], None]
 ) -> None:
     waiting = iter(left)
 
-    def take(message: dict[str, Any]) -> None:
-        setting, seed = next(waiting)
-        kept.add(DropRun(setting=setting, seed=seed, **message))
-        on_progress("runs", len(kept.runs), len(options.runs))
+    def receive(message: dict[str, Any]) -> None:
+        _, (setting, seed) = next(waiting)
+        keep(DropRun(setting=setting, seed=seed, **message))
 
     with scratch_folder() as folder:
-        on_progress("text of the standard library", 0, 1)
         data = prepare_library(folder / "data", options.gpt.vocab, PATTERN)
         configs = []
-        for number, (setting, seed) in enumerate(left):
+        for number, (setting, seed) in left:
             decisions = folder / f"decisions_{number}.jsonl"
             draw(options, setting, seed).write(decisions, options.gpt.micro_batches)
             configs.append(run_config(options, data, folder / f"run_{number}", setting, seed, decisions))
-        on_progress("runs", len(kept.runs), len(options.runs))
-        run_in_ranks(train_all, {"configs": configs}, REPLICAS, folder, take)
+        run_in_ranks(train_all, {"configs": configs}, REPLICAS, folder, receive)
 
 
 def train_all(messages: Messages, configs: list[dict[str, Any]]) -> None:

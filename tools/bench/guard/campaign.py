@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megasdc.common.errors import CorruptionError
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
 from megasdc.sdc.verdict import ELSEWHERE, GOLDEN, MAJORITY, NOT_REPRODUCED, OWN_CODE, PERSISTENT, REFEREE
+from tools.bench.campaign import Campaign, CampaignLog, tables
 from tools.bench.guard.cases import (
     CLEAN,
     INTERVAL,
@@ -38,7 +40,7 @@ from tools.bench.guard.rank import run_cases
 from tools.bench.guard.trainings import TRANSIENT
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.result import Progress, Report, Result
 
 BASES = {PERSISTENT: {MAJORITY, REFEREE, OWN_CODE}, OF_TWO: {REFEREE, OWN_CODE}, UNIT: {ELSEWHERE}}
 """Of verdicts that are persistent, by kind of fault."""
@@ -67,52 +69,68 @@ class GuardResult(Result):
 
     def report(self) -> Report:
         """Counts by training and by kind of fault, and what was not right."""
-        by: dict[str, Callable[[Guarded], str]] = {
+        keys: dict[str, Callable[[Guarded], str]] = {
             "training": lambda one: one.case.name,
             "fault": lambda one: one.case.kind,
             "check": lambda one: one.case.golden or "audit",
         }
-        for title, key in by.items():
-            groups: dict[str, list[Guarded]] = {}
-            for one in self.trainings:
-                groups.setdefault(key(one), []).append(one)
-            rows = [_row(name, found) for name, found in groups.items()] + [_row("all", self.trainings)]
-            columns = (title, "trainings", "with a fault", "right", "audits", "clean audits")
-            yield table(f"guards by {title}", columns, rows, total=True)
+        columns = ("trainings", "with a fault", "right", "audits", "clean audits")
+        yield from tables("guards", self.trainings, keys, columns, _row)
         for one in self.trainings:
             for problem in one.problems:
                 yield f"{one.case}: {problem}"
 
 
-def _row(name: str, found: Sequence[Guarded]) -> tuple[str, ...]:
+def _row(found: Sequence[Guarded]) -> tuple[int, ...]:
     faulty = sum(one.case.planted is not None for one in found)
     right = sum(not one.problems for one in found)
     clean = sum(one.audits for one in found if one.case.planted is None)
-    return name, *map(str, (len(found), faulty, right, sum(one.audits for one in found), clean))
+    return len(found), faulty, right, sum(one.audits for one in found), clean
 
 
-def bench_guard(options: GuardOptions, on_progress: Progress = lambda what, done, total: None) -> GuardResult:
-    """Run all trainings with all ranks on this machine.
+def bench_guard(
+    options: GuardOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
+) -> GuardResult:
+    """Run the trainings that are not in the log yet, with all ranks on this machine.
+
+    Args:
+        log: file that keeps finished trainings; None: none does.
 
     Raises:
-        MegasdcError: a rank failed in another way than by its guard.
+        MegasdcError: a rank failed in another way than by its guard, or the log cannot be used.
     """
-    machine, cases = describe_machine(), draw_cases(options.drawn, options.trainings, options.seed)
-    found = list[Guarded]()
-    cases += _golden_cases(options)
+    machine, kept = describe_machine(), CampaignLog(log, options, Guarded)
+    drawn = draw_cases(options.drawn, options.trainings, options.seed) + _golden_cases(options)
+    cases = sorted(drawn, key=_world)
+    campaign = Campaign("trainings", cases, partial(_run, cases), kept)
+    return GuardResult(machine, options, campaign.finish(on_progress))
+
+
+def _world(case: Case) -> tuple[int, int]:
+    """Ranks and stages of a training: DeepSpeed keeps a pipeline's grid, so processes run those of one world only."""
+    return case.ranks, case.stages
+
+
+def _run(cases: Sequence[Case], left: Sequence[tuple[int, Case]], keep: Callable[[Guarded], None]) -> None:
+    """Run some of the cases; those before that record a golden file are run again where it is needed."""
+    verified = {(one.name, one.precision) for _, one in left if one.golden == VERIFY}
+    before = [one for one in cases[: left[0][0]] if one.golden == RECORD and (one.name, one.precision) in verified]
     with scratch_folder() as folder:
-        for ranks, stages in sorted({(one.ranks, one.stages) for one in cases}):  # DeepSpeed keeps a pipeline's grid
-            some = [one for one in cases if (one.ranks, one.stages) == (ranks, stages)]
-            places = [folder / f"{ranks}_{stages}_{number}" for number in range(len(some))]
-            waiting = iter(zip(some, places, strict=True))
+        for number, world in enumerate(sorted({_world(one) for _, one in left})):
+            again, new = ([one for one in some if _world(one) == world] for some in (before, [one for _, one in left]))
+            places = [folder / f"{number}_{place}" for place in range(len(again) + len(new))]
+            told = list(zip([*again, *new], places, strict=True))
+            results = iter(told)
 
-            def take(message: dict[str, Any], waiting: Iterator[tuple[Case, Path]] = waiting) -> None:
-                found.append(_guarded(*next(waiting), message["codes"], message["audits"]))
-                on_progress("trainings", len(found), len(cases))
+            def receive(
+                message: dict[str, Any], results: Iterator[tuple[Case, Path]] = results, known: Sequence[Case] = again
+            ) -> None:
+                case, place = next(results)
+                if not any(case is one for one in known):
+                    keep(_guarded(case, place, message["codes"], message["audits"]))
 
-            told = [(case, str(place)) for case, place in zip(some, places, strict=True)]
-            run_in_ranks(run_cases, {"cases": told}, ranks, folder, take)
-    return GuardResult(machine, options, found)
+            request = {"cases": [(case, str(place)) for case, place in told]}
+            run_in_ranks(run_cases, request, world[0], folder, receive)
 
 
 def _golden_cases(options: GuardOptions) -> list[Case]:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.attached.record import choose_watched
+from tools.bench.campaign import tables
 from tools.bench.guard.numerics import FUSED, ORDER, Other, other_attention, other_threads, use_kernel, without_library
 from tools.bench.guard.options import DisputeOptions
 from tools.bench.guard.pair import LIBRARY_MODELS, MODELS, PRECISIONS, Judged, Side, build_model, draw_batch, judge_pair
@@ -80,15 +81,10 @@ class DisputesResult(Result):
 
     def report(self) -> Report:
         """Counts, and what was not right."""
-        healthy = [one for one in self.disputes if one.wrong is None]
         faults = [one for one in self.disputes if one.wrong is not None]
         keys: dict[str, Callable[[Dispute], str]] = {"model": lambda one: one.model, "type": lambda one: one.precision}
-        for title, key in keys.items():
-            rows = [_row(name, healthy, faults, key) for name in dict.fromkeys(map(key, self.disputes))]
-            columns = (title, "healthy disputes", "wrong names", "faults", "named", "wrong names of faults")
-            yield table(
-                f"disputes by {title}", columns, [*rows, _row("all", healthy, faults, lambda _: "all")], total=True
-            )
+        columns = ("healthy disputes", "wrong names", "faults", "named", "wrong names of faults")
+        yield from tables("disputes", self.disputes, keys, columns, _row)
         bases = Counter(one.basis for one in faults if one.named)
         yield table("faults named by", ("basis", "faults"), [(name, str(count)) for name, count in bases.items()])
         for one in self.disputes:
@@ -100,11 +96,10 @@ def _is_wrong_name(one: Dispute) -> bool:
     return bool(set(one.named) - {one.wrong})
 
 
-def _row(name: str, healthy: Sequence[Dispute], faults: Sequence[Dispute], key: Callable[[Dispute], str]) -> Any:
-    clean, faulty = ([one for one in some if key(one) == name] for some in (healthy, faults))
-    named, wrong = sum(one.right for one in faulty), (sum(map(_is_wrong_name, some)) for some in (clean, faulty))
-    of_clean, of_faulty = wrong
-    return (name, *map(str, (len(clean), of_clean, len(faulty), named, of_faulty)))
+def _row(some: Sequence[Dispute]) -> tuple[int, ...]:
+    clean, faulty = ([one for one in some if (one.wrong is None) == healthy] for healthy in (True, False))
+    wrong_names = [sum(map(_is_wrong_name, found)) for found in (clean, faulty)]
+    return len(clean), wrong_names[0], len(faulty), sum(one.right for one in faulty), wrong_names[1]
 
 
 def bench_disputes(options: DisputeOptions, on_progress: Progress = lambda what, done, total: None) -> DisputesResult:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megasdc.parallel.dims import ParallelDims
-from tools.bench.drills import Layout
+from tools.bench.campaign import Layout
 
 PHASES = ("forward", "backward", "collective", "update")
 """Where in a step a rank stops or hangs."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.bench.drills import DrillOptions
+from tools.bench.campaign import CampaignOptions
 from tools.bench.health.hang_kinds import KINDS
 from tools.bench.options import option
 
 
 @dataclass(frozen=True)
-class HangOptions(DrillOptions):
+class HangOptions(CampaignOptions):
     """Size of a campaign of hangs."""
 
     known = KINDS

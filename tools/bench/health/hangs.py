@@ -14,7 +14,7 @@ import random
 import subprocess
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from typing import Any
 from megasdc.ops.health.shared_folder_heartbeat import node_name
 from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.parallel.processes import Process, start_module
-from tools.bench.drills import Layout, layout_text, tables
+from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
 from tools.bench.health.hang_options import HangOptions
-from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress, Report, Result
@@ -65,7 +64,8 @@ class HangResult(Result):
         """
         drills = [one for one in self.drills if one.happened]
         columns = ("drills", "right", "a wrong name", "in time", "seconds, median and longest")
-        yield from tables("hangs", drills, lambda one: KINDS[one.strike.kind].title, _row, columns)
+        keys = {"kind": lambda one: KINDS[one.strike.kind].title, "layout": layout_text}
+        yield from tables("hangs", drills, keys, columns, _row)
         for one in self.drills:
             if not one.happened:
                 yield f"{layout_text(one)} {one.strike}: the drill failed: its hang never began; exit codes {one.codes}"
@@ -76,11 +76,11 @@ class HangResult(Result):
         yield from self.clean_failures
 
 
-def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
+def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
     seconds = sorted(one.seconds for one in drills if one.seconds is not None)
     times = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds else "-"
     counts = (sum(one.right for one in drills), sum(one.wrong for one in drills), sum(one.in_time for one in drills))
-    return (name, str(len(drills)), *map(str, counts), times)
+    return len(drills), *counts, times
 
 
 def bench_hangs(
@@ -94,20 +94,21 @@ def bench_hangs(
     Raises:
         MegasdcError: the log cannot be used.
     """
-    machine, kept = describe_machine(), RunLog(log, options, Drill)
+    machine, kept = describe_machine(), CampaignLog(log, options, Drill)
     chance = random.Random(options.seed)
     cells = [(kind, layout) for kind in options.drawn for layout in options.sizes]
     planned = [cells[number % len(cells)] for number in range(options.drills)]
     drawn = [(layout, KINDS[kind].draw(kind, layout, chance)) for kind, layout in planned]
     with scratch_folder() as folder:
         data = prepare_texts(folder)
-        for number, (layout, strike) in enumerate(drawn):
-            on_progress("drills", number, len(drawn))
-            if number >= len(kept.runs):
-                kept.add(_run_drill(folder / f"drill_{number}", data, layout, strike))
-        on_progress("drills", len(drawn), len(drawn))
+
+        def run(left: Sequence[tuple[int, tuple[Layout, Strike]]], keep: Callable[[Drill], None]) -> None:
+            for number, (layout, strike) in left:
+                keep(_run_drill(folder / f"drill_{number}", data, layout, strike))
+
+        drills = Campaign("drills", drawn, run, kept).finish(on_progress)
         steps, alarms, failures = _run_clean(folder / "clean", data, options, on_progress)
-    return HangResult(machine, options, kept.runs, steps, alarms, failures)
+    return HangResult(machine, options, drills, steps, alarms, failures)
 
 
 def prepare_texts(folder: Path) -> Path:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megasdc.events import read_events
+from tools.bench.campaign import Campaign, CampaignLog
 from tools.bench.health.straggler_options import CLEAN, Case, StragglerOptions
-from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table
@@ -137,22 +136,18 @@ def bench_stragglers(
     Raises:
         MegasdcError: the log cannot be used, or a rank failed.
     """
-    machine, kept = describe_machine(), RunLog(log, options, Trial)
-    done = {one.case for one in kept.runs}
-    every = list(options.cases())
-    cases = [case for case in every if case not in done]
+    machine, kept = describe_machine(), CampaignLog(log, options, Trial)
 
-    def take(message: dict[str, Any]) -> None:
-        kept.add(message["trial"])
-        on_progress("trials", len(kept.runs), len(every))
-
-    if cases:
-        on_progress("trials", len(kept.runs), len(every))
+    def run(left: Sequence[tuple[int, Case]], keep: Callable[[Trial], None]) -> None:
+        cases = [case for _, case in left]
         for start in range(0, len(cases), AT_ONCE):
             with scratch_folder() as folder:
                 arguments = {"options": options, "cases": cases[start : start + AT_ONCE], "folder": folder}
-                run_in_ranks(measure_rank, arguments, options.replicas * options.stages, folder, take)
-    return StragglerResult(machine, options, score(kept.runs, options), kept.runs)
+                ranks = options.replicas * options.stages
+                run_in_ranks(measure_rank, arguments, ranks, folder, lambda message: keep(message["trial"]))
+
+    trials = Campaign("trials", list(options.cases()), run, kept).finish(on_progress)
+    return StragglerResult(machine, options, score(trials, options), trials)
 
 
 def measure_rank(messages: Messages, options: StragglerOptions, cases: Sequence[Case], folder: Path) -> None:

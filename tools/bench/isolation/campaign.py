@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megasdc.events import Event, read_events
 from megasdc.sdc.incident import load_incidents
+from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
-from tools.bench.drills import Layout, layout_text, tables
 from tools.bench.health.hangs import prepare_texts
 from tools.bench.isolation.config import write_config
 from tools.bench.isolation.kinds import AGAIN, KINDS, STEPS, Harm, draw_harm
@@ -85,65 +85,82 @@ class IsolationResult(Result):
     def report(self) -> Report:
         """Counts by kind and by layout, and what was not right."""
         columns = ("drills", "right", "left out", "steps lost, median and most", "s to go on, median and most")
-        yield from tables("isolation", self.drills, lambda one: KINDS[one.harm.kind].title, _row, columns)
+        keys = {"kind": lambda one: KINDS[one.harm.kind].title, "layout": layout_text}
+        yield from tables("isolation", self.drills, keys, columns, _row)
         for one in self.drills:
             for problem in one.problems:
                 yield f"{layout_text(one)} {one.harm}: {problem}"
 
 
-def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
+def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
     found = [one for drill in drills for one in drill.isolated]
     lost, seconds = sorted(one.found - 1 - one.resumed for one in found), sorted(one.seconds for one in found)
     right = sum(not one.problems for one in drills)
     told = [f"{some[len(some) // 2]:.3g}, {some[-1]:.3g}" if some else "-" for some in (lost, seconds)]
-    return (name, str(len(drills)), str(right), str(len(found)), *told)
+    return len(drills), right, len(found), *told
 
 
 def bench_isolation(
-    options: IsolationOptions, on_progress: Progress = lambda what, done, total: None
+    options: IsolationOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
 ) -> IsolationResult:
-    """Run all drills with all ranks on this machine.
+    """Run the drills that are not in the log yet, with all ranks on this machine.
+
+    Args:
+        log: file that keeps finished drills; None: none does.
 
     Raises:
-        MegasdcError: a rank failed in another way than by ending its training.
+        MegasdcError: a rank failed in another way than by ending its training, or the log cannot be used.
     """
-    machine, chance, drills = describe_machine(), random.Random(options.seed), list[Drill]()
-    planned: dict[Layout, list[Harm]] = {}
+    machine, kept = describe_machine(), CampaignLog(log, options, Drill)
+    campaign = Campaign("runs with faults", _plan(options), _run, kept)
+    return IsolationResult(machine, options, campaign.finish(on_progress))
+
+
+def _plan(options: IsolationOptions) -> list[tuple[Layout, Harm]]:
+    """Kinds, layouts and types in turn; those of a layout one after the other."""
+    chance, planned = random.Random(options.seed), dict[Layout, list[Harm]]()
     for number in range(options.drills):
         kind = options.drawn[number % len(options.drawn)]
         turn = number // len(options.drawn)
         fit = [one for one in options.sizes if one[2] > MORE + (kind == AGAIN)]
         layout = fit[turn % len(fit)]
         planned.setdefault(layout, []).append(draw_harm(kind, layout, ("fp32", "bf16")[turn % 2], chance))
-    for layout, harms in planned.items():
+    return [(layout, harm) for layout, harms in planned.items() for harm in harms]
+
+
+def _run(left: Sequence[tuple[int, tuple[Layout, Harm]]], keep: Callable[[Drill], None]) -> None:
+    for layout in dict.fromkeys(layout for _, (layout, _) in left):
+        harms = [harm for _, (own, harm) in left if own == layout]
         with scratch_folder() as folder:
-            data = prepare_texts(folder)
-            drills += _Campaign(folder, data, layout, options.drills, on_progress).run(harms, len(drills))
-    return IsolationResult(machine, options, drills)
+            runs = _Runs(folder, prepare_texts(folder), layout)
+            for first in range(0, len(harms), AT_A_TIME):
+                for drill in runs.drills(harms[first : first + AT_A_TIME]):
+                    keep(drill)
 
 
-class _Campaign:
-    """The drills of one layout."""
+class _Runs:
+    """The runs of one layout."""
 
-    def __init__(self, folder: Path, data: Path, layout: Layout, total: int, on_progress: Progress) -> None:
+    def __init__(self, folder: Path, data: Path, layout: Layout) -> None:
         self._folder, self._data, self._layout = folder, data, layout
         self._ranks, self._per_replica = math.prod(layout), layout[0] * layout[1]
-        self._total, self._on_progress = total, on_progress
+        self._right: dict[tuple[Any, ...], Path] = {}
+        self._ends: dict[Path, End] = {}
+        self._launches = self._drills = 0
 
-    def run(self, harms: Sequence[Harm], done: int) -> list[Drill]:
-        """Run the drills, then the runs without faults that they are compared with."""
-        runs = [self._config(f"drill_{number}", harm, harm.specs) for number, harm in enumerate(harms)]
-        codes = self._launch([(run, [], self._ranks) for run in runs], done)
+    def drills(self, harms: Sequence[Harm]) -> list[Drill]:
+        """Run some drills, then the runs without faults that they are compared with."""
+        first, self._drills = self._drills, self._drills + len(harms)
+        runs = [self._config(f"drill_{number}", harm, harm.specs) for number, harm in enumerate(harms, first)]
+        codes = self._launch([(run, [], self._ranks) for run in runs])
         found = [_isolated(run.parent) for run in runs]
-        right: dict[tuple[Any, ...], Path] = {}
-        launches = []
+        right, ends, launches = self._right, self._ends, []
         for harm, isolated in zip(harms, found, strict=True):
             key = (harm.precision, *((one.resumed, one.replicas) for one in isolated))
             if key not in right:
                 right[key] = self._config(f"right_{len(right)}", harm, [])
                 launches += list(self._without(right[key], isolated))
-        self._launch(launches, None)
-        ends: dict[Path, End] = {}
+        self._launch(launches)
         drills = []
         for number, (harm, isolated) in enumerate(zip(harms, found, strict=True)):
             run = right[harm.precision, *((one.resumed, one.replicas) for one in isolated)]
@@ -162,21 +179,18 @@ class _Campaign:
             ranks = one.replicas * self._per_replica
         yield run, [] if ranks == self._ranks else ["megasdc.sdc.policy={}"], ranks
 
-    def _launch(self, launches: Sequence[tuple[Path, list[str], int]], done: int | None) -> list[list[int]]:
+    def _launch(self, launches: Sequence[tuple[Path, list[str], int]]) -> list[list[int]]:
         codes: list[list[int]] = []
-
-        def take(message: dict[str, Any]) -> None:
-            codes.append(message["codes"])
-            if done is not None:
-                self._on_progress("runs with faults", done + len(codes), self._total)
-
         for first in range(0, len(launches), AT_A_TIME):
             some = launches[first : first + AT_A_TIME]
-            folder = self._folder / f"ends_of_{'faulty' if done is not None else 'right'}_{first}"
+            self._launches += 1
+            folder = self._folder / f"ends_{self._launches}"
             folder.mkdir()
             told = [(str(run), settings, ranks) for run, settings, ranks in some]
             arguments = {"launches": told, "folder": str(folder)}
-            run_in_ranks(run_launches, arguments, self._ranks, self._folder, take)
+            run_in_ranks(
+                run_launches, arguments, self._ranks, self._folder, lambda message: codes.append(message["codes"])
+            )
         return codes
 
     def _config(self, name: str, harm: Harm, faults: Sequence[dict[str, Any]]) -> Path:

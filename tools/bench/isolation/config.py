@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.bench.drills import Layout
+from tools.bench.campaign import Layout
 
 BATCH = 12
 

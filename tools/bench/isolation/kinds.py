@@ -9,7 +9,7 @@ from typing import Any
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.config.faults import COLLECTIVE, OPTIMIZER_STATE
-from tools.bench.drills import Layout
+from tools.bench.campaign import Layout
 
 CLEAN, AGAIN = "clean", "again"
 STEPS = 9

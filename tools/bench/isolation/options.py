@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.bench.drills import DrillOptions, Layout
+from tools.bench.campaign import CampaignOptions, Layout
 from tools.bench.isolation.kinds import AGAIN, KINDS
 from tools.bench.options import Options, option, parse_layouts
 
@@ -13,7 +13,7 @@ MORE = 2
 
 
 @dataclass(frozen=True)
-class IsolationOptions(DrillOptions):
+class IsolationOptions(CampaignOptions):
     """Size of a campaign of isolation."""
 
     known = KINDS

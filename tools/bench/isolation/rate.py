@@ -16,7 +16,7 @@ from typing import Any
 from megasdc.common.errors import MegasdcError
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
-from tools.bench.drills import Layout
+from tools.bench.campaign import Layout
 from tools.bench.health.hangs import prepare_texts
 from tools.bench.isolation.config import write_config
 from tools.bench.isolation.options import RateOptions

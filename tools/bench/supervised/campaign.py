@@ -26,10 +26,9 @@ from megasdc.events import read_events
 from megasdc.ops.supervise.history import JournalHistory
 from megasdc.ops.supervise.journal import FOLDER, read_journal
 from megasdc.ops.supervise.launch_backend import union
+from tools.bench.campaign import Campaign, CampaignLog, Layout
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
-from tools.bench.drills import Layout
 from tools.bench.health.hangs import prepare_texts
-from tools.bench.log import RunLog
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress
@@ -43,6 +42,8 @@ from tools.bench.supervised.verdict import SupervisedResult
 from tools.hosts import unavailable_reason
 from tools.slurm_hosts import slurm_unavailable_reason
 
+Planned = tuple[Layout, tuple[str, ...], int]
+"""Layout, kinds of faults and seed of a run."""
 Engine = Callable[[Path, int, int, int, random.Random], AbstractContextManager[Target]]
 """Makes hosts for a run."""
 
@@ -75,23 +76,22 @@ def bench_supervised(
     if (reason := unavailable_reason() or (slurm_unavailable_reason() if options.slurm else None)) is not None:
         raise LaunchError(f"supervised runs need test hosts: {reason}")
     engine: Engine = in_slurm if options.slurm else over_ssh
-    machine, kept, chance = describe_machine(), RunLog(log, options, Drill), random.Random(options.seed)
-    planned = _plan(options, chance)
-    with scratch_folder() as folder:
-        runs = _Runs(engine, folder, prepare_texts(folder))
-        for number, (layout, kinds, seed) in enumerate(planned):
-            on_progress("runs", number, len(planned))
-            if number < len(kept.runs):
-                continue
-            drill, run = runs.with_faults(f"run_{number}", layout, kinds, seed)
-            if keep is not None:
-                shutil.copytree(run, keep / f"run_{number}", ignore=lambda *_: ["checkpoints"], dirs_exist_ok=True)
-            kept.add(drill)
-        on_progress("runs", len(planned), len(planned))
-    return SupervisedResult(machine, options, kept.runs)
+    machine, kept, chance = describe_machine(), CampaignLog(log, options, Drill), random.Random(options.seed)
+
+    def do_runs(left: Sequence[tuple[int, Planned]], add: Callable[[Drill], None]) -> None:
+        with scratch_folder() as folder:
+            runs = _Runs(engine, folder, prepare_texts(folder))
+            for number, (layout, kinds, seed) in left:
+                drill, run = runs.with_faults(f"run_{number}", layout, kinds, seed)
+                if keep is not None:
+                    shutil.copytree(run, keep / f"run_{number}", ignore=lambda *_: ["checkpoints"], dirs_exist_ok=True)
+                add(drill)
+
+    campaign = Campaign("runs", _plan(options, chance), do_runs, kept)
+    return SupervisedResult(machine, options, campaign.finish(on_progress))
 
 
-def _plan(options: SupervisedOptions, chance: random.Random) -> list[tuple[Layout, tuple[str, ...], int]]:
+def _plan(options: SupervisedOptions, chance: random.Random) -> list[Planned]:
     """Kinds in turn, in another order each time; one that does not fit a run waits for the next that it fits.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.drills import Layout
+from tools.bench.campaign import Layout
 from tools.bench.supervised.faults import INJECTED, KINDS, POISON, SKIPPED
 from tools.bench.supervised.target import Target
 

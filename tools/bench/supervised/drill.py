@@ -11,7 +11,7 @@ from megasdc.events import read_events
 from megasdc.ops.supervise.goodput import PARTS, AttemptTime, goodput_of
 from megasdc.ops.supervise.history import HOSTS, TESTED, JournalHistory
 from megasdc.ops.supervise.journal import FOLDER, JournalEntry, read_journal, without_steps
-from tools.bench.drills import Layout
+from tools.bench.campaign import Layout
 from tools.bench.supervised.faults import KINDS
 
 MORE_ATTEMPTS = 3

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.bench.drills import DrillOptions
+from tools.bench.campaign import CampaignOptions
 from tools.bench.options import option
 from tools.bench.supervised.faults import CLOCKS, CONDITIONS, KINDS, SLURM, SSH
 
 
 @dataclass(frozen=True)
-class SupervisedOptions(DrillOptions):
+class SupervisedOptions(CampaignOptions):
     """Size of a campaign of supervised runs."""
 
     known = KINDS
@@ -24,7 +24,7 @@ class SupervisedOptions(DrillOptions):
 
     @property
     def drawn(self) -> list[str]:
-        """See ``DrillOptions``."""
+        """See ``CampaignOptions``."""
         chosen = {"all": self._possible, "conditions": list(CONDITIONS), "clocks": list(CLOCKS)}
         return chosen[self.kinds] if self.kinds in chosen else super().drawn
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from megasdc.ops.supervise.diagnosis import KINDS as DIAGNOSES
 from megasdc.ops.supervise.goodput import PARTS
-from tools.bench.drills import tables
+from tools.bench.campaign import layout_text, tables
 from tools.bench.result import Report, Result, table
 from tools.bench.supervised.drill import Drill, Recovery, Strike
 from tools.bench.supervised.faults import KINDS
@@ -29,8 +29,7 @@ class SupervisedResult(Result):
     def report(self) -> Report:
         """Counts by layout and by kind of fault, what was diagnosed, how long it took, and what was not right."""
         columns = ("runs", "right", "attempts, median and most", "seconds, median and longest")
-        _, by_layout = tables("runs", self.drills, lambda one: ", ".join(one.kinds), _row, columns)
-        yield by_layout
+        yield from tables("runs", self.drills, {"layout": layout_text}, columns, _row)
         seconds = ("s to its end", "s to a step", "s longer")
         titles = ("kind", "faults", "runs", "right", "the attempt ended as", "decided", *seconds)
         yield table("faults by kind", titles, self._by_kind())
@@ -115,10 +114,9 @@ def _median(seconds: Sequence[float]) -> str:
     return f"{median(seconds):.1f}" if seconds else "-"
 
 
-def _row(name: str, drills: Sequence[Drill]) -> tuple[str, ...]:
+def _row(drills: Sequence[Drill]) -> tuple[str, ...]:
     attempts, seconds = [len(one.attempts) for one in drills], [one.seconds for one in drills]
     return (
-        name,
         *_counts(drills),
         f"{median(attempts):g}, {max(attempts)}",
         f"{median(seconds):.0f}, {max(seconds):.0f}",
