@@ -64,7 +64,7 @@ def test_comparison(forked_ranks, against):
 @pytest.mark.parametrize(("difference", "code"), [("rank 0: loss of step 3", 1), (None, 0)])
 def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
     """The exit code is the verdict: 1 when bits differ, whatever the times; the file holds every block."""
-    from tools.bench.training import steps as train
+    from tools.bench.training import steps
 
     def answer(function, arguments, ranks, folder, on_message, threads, fresh):
         side = {"parameters": 5, "library_share": 0.5, "first_loss": 1.0, "last_loss": 1.0}
@@ -72,7 +72,7 @@ def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
         on_message({"done": 1})
         on_message({"sides": [side, side], "difference": difference})
 
-    monkeypatch.setattr(train, "run_in_ranks", answer)
+    monkeypatch.setattr(steps, "run_in_ranks", answer)
     out = tmp_path / "result.json"
     done = CliRunner().invoke(app, ["train", "--against", "plain", "--blocks", "1", "--json", "--out", str(out)])
     assert done.exit_code == code, done.output

@@ -13,7 +13,7 @@ from megasdc.common.errors import ConfigError, MegasdcError
 from tools.bench import statistics
 from tools.bench.commands import app
 from tools.bench.statistics import Cost
-from tools.bench.training import data as bench
+from tools.bench.training import data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
@@ -29,8 +29,8 @@ def test_both_sides_write_the_same_bytes(monkeypatch, kind):
         return alternate(*arguments) if len(calls) > 1 else []
 
     monkeypatch.setattr(statistics, "run_alternating", all_but_first)
-    options = bench.DataBenchOptions(workers=2, blocks=1, characters=200_000, vocab=600)
-    result = bench.bench_data(options, [kind], on_progress=lambda *call: told.append(call))
+    options = data.DataBenchOptions(workers=2, blocks=1, characters=200_000, vocab=600)
+    result = data.bench_data(options, [kind], on_progress=lambda *call: told.append(call))
     assert result.num_characters >= 200_000
     (one,) = result.comparisons
     assert one.tokenizer == kind
@@ -52,7 +52,7 @@ def fake_side(times, last_byte, ran):
 
     def run(side, request):
         ran.append(side)
-        out = bench.Path(request["out"])
+        out = data.Path(request["out"])
         out.mkdir()
         for name in ("train.bin", "train.idx"):
             (out / name).write_bytes(b"tokens" + last_byte[side])
@@ -67,7 +67,7 @@ def test_command_judges(monkeypatch, tmp_path, ours, byte, code):
     """Exit code 1 when the median misses the bar or bytes differ, else 0; the file holds every run that counts."""
     ran = []
     sides = {"ours": ours, "megatron": 1.0}, {"ours": byte, "megatron": b"x"}
-    monkeypatch.setattr(bench, "run_side", fake_side(*sides, ran))
+    monkeypatch.setattr(data, "run_side", fake_side(*sides, ran))
     arguments = ["data", "--tokenizer", "sentencepiece", "--blocks", "3", "--characters", "100000"]
     out = tmp_path / "bench.json"
     found = CliRunner().invoke(app, [*arguments, "--vocab", "500", "--json", "--out", str(out)])
@@ -84,8 +84,8 @@ def test_command_judges(monkeypatch, tmp_path, ours, byte, code):
 def test_bad_options_and_failures(tmp_path):
     """Sizes outside their range are reported together; a side that fails is named with what it said."""
     with pytest.raises(ConfigError) as caught:
-        bench.DataBenchOptions(workers=-1, blocks=0, vocab=10)
+        data.DataBenchOptions(workers=-1, blocks=0, vocab=10)
     assert len(caught.value.problems) == 3
     request = {"text": str(tmp_path / "none.jsonl"), "out": str(tmp_path / "out"), "kind": "sentencepiece"}
     with pytest.raises(MegasdcError, match=r"the megatron side of the benchmark ended with 1:[\s\S]*tokenizer"):
-        bench.run_side("megatron", {**request, "tokenizer": str(tmp_path), "workers": 1})
+        data.run_side("megatron", {**request, "tokenizer": str(tmp_path), "workers": 1})

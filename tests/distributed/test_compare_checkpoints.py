@@ -40,14 +40,14 @@ LLAMA = {**MODELS["llama"], "num_query_groups": 2}
 
 def _save_at_once(config: str) -> tuple[int, str | None]:
     """Start a run, save without training, and end."""
-    from megasdc.train import main as loop_module
+    from megasdc.train import main
 
     def save(run: Any) -> None:
         nothing: Any = SimpleNamespace(skipped="nothing was trained")
         next(hook for hook in run.hooks if type(hook).__name__ == "Saver").after_step(run, nothing)
         run.end.reason = "nothing is trained"
 
-    loop_module.train = save
+    main.train = save
     return pretrain_rank(config, [])
 
 

@@ -13,7 +13,7 @@ import pytest
 from harness import StartedCommand, run_distributed
 from whole_runs import MODELS, metrics_of, prepare_text, state_of, train_run, write_config
 
-from megasdc import pretrain as training
+from megasdc import pretrain
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.config.load import load_config
 from megasdc.ops.determinism_check.check import check_determinism, compare_two_runs
@@ -46,7 +46,7 @@ def _rank(config: str, overrides: list[str]) -> tuple[int, str | None, dict[str,
         return forward(self, *arguments)
 
     embedding.forward = spy
-    code, error = training.pretrain(config, overrides)
+    code, error = pretrain.pretrain(config, overrides)
     raised = None
     try:
         torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))

@@ -9,8 +9,7 @@ import pytest
 from harness import run_distributed
 from tiny import GPT, LLAMA, make_engine, relative_distance, train_steps
 
-from megasdc.model import fused
-from megasdc.model import loss as fused_loss
+from megasdc.model import fused, loss
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +21,7 @@ FUNCTIONS = {
     "rotate": (LLAMA, lambda: fused.rotate.forward),
     "residual_sum": (GPT2, lambda: fused.residual_sum.forward),
     "layer_norm": (GPT2, lambda: fused.layer_norm(1e-5).forward),
-    "loss": (LLAMA, lambda: fused_loss.probabilities_),
+    "loss": (LLAMA, lambda: loss.probabilities_),
 }
 
 

@@ -54,15 +54,15 @@ def connect_in_a_ring() -> Any:
     """Body of a rank of three, of which the last cannot find its address; returns its peers, and what failed."""
     import torch.distributed as dist
 
-    from megasdc.ops.health.hooks import links as link_connections
+    from megasdc.ops.health.hooks import links
 
     def no_route(host: str) -> str:
         raise OSError(f"no route to {host}")
 
     rank = dist.get_rank()
     if rank == 2:
-        link_connections.own_address_towards = no_route
-    connections, failed = link_connections.connect_pairs([(0, 1), (0, 2), (1, 2)], rank, dist.group.WORLD)
+        links.own_address_towards = no_route
+    connections, failed = links.connect_pairs([(0, 1), (0, 2), (1, 2)], rank, dist.group.WORLD)
     addresses = {connection.getsockname()[0] for connection in connections.values()}
     return sorted(connections), addresses, failed
 

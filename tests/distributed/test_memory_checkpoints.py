@@ -13,7 +13,7 @@ import torch
 from checkpoint_model import Run
 from harness import run_distributed
 
-from megasdc.checkpoint import host_memory as held
+from megasdc.checkpoint import host_memory
 from megasdc.checkpoint.async_save import why_not
 from megasdc.checkpoint.host_memory import (
     HELD_FILE,
@@ -208,6 +208,6 @@ def test_a_slot_that_is_filled_again_is_not_removed(tmp_path: Path, monkeypatch:
             path.unlink()
         raise CheckpointError("it cannot be read")
 
-    monkeypatch.setattr(held, "read_record", read)
+    monkeypatch.setattr(host_memory, "read_record", read)
     forget(tmp_path)
     assert [slot.exists() for slot in slots] == [True, False]

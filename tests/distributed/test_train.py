@@ -145,9 +145,9 @@ def _pretrain_then_die(config: str, rank: int, step: int, moment: str) -> tuple[
                 for kind, function in TrainingEngine._INSTRUCTION_MAP.items()
             }
         else:
-            from megasdc.train import checkpointer as saving
+            from megasdc.train import checkpointer
 
-            save = saving.save_checkpoint
+            save = checkpointer.save_checkpoint
 
             def die_in_save(engine: Any, folder: Path, at: int, *options: Any) -> Any:
                 if at == step:
@@ -155,7 +155,7 @@ def _pretrain_then_die(config: str, rank: int, step: int, moment: str) -> tuple[
                     threading.Thread(target=lambda: (time.sleep(delay), os.kill(os.getpid(), signal.SIGKILL))).start()
                 return save(engine, folder, at, *options)
 
-            saving.save_checkpoint = die_in_save
+            checkpointer.save_checkpoint = die_in_save
     return pretrain_rank(config, [])
 
 
@@ -243,7 +243,7 @@ def test_a_stop_signal_ends_the_wait_of_the_last_save_for_room(tmp_path: Path, d
 
 def _room_comes_back_late(config: str, disk: str, has_room: bool) -> tuple[int, str | None]:
     """Rank 0 fills the run's file system in its last step; there is room again when ranks would have given up."""
-    from megasdc.common import durable as room
+    from megasdc.common import durable
     from megasdc.train.stop import StopWatch
 
     ends, after_s = StopWatch.after_step, 2.5
@@ -258,7 +258,7 @@ def _room_comes_back_late(config: str, disk: str, has_room: bool) -> tuple[int, 
             if has_room:
                 threading.Timer(after_s, lambda: os.truncate(path, 0)).start()
 
-    room.END_S, StopWatch.after_step = 0.5, fill  # type: ignore[method-assign]
+    durable.END_S, StopWatch.after_step = 0.5, fill  # type: ignore[method-assign]
     return pretrain_rank(config, [])
 
 

@@ -75,9 +75,9 @@ def _whole_state(engine: Any) -> dict[str, Any]:
 def _pretrain_and_look(config: str, overrides: list[str], out: str, at: int) -> tuple[int, str | None]:
     """Train, and write the whole state: at the start if that is past step 0, and after step ``at``."""
     from megasdc.engine.hooks import Hook
-    from megasdc.train import main as loop_module
+    from megasdc.train import main
 
-    train = loop_module.train
+    train = main.train
 
     class Look(Hook):
         def after_step(self, run: Any, result: Any) -> None:
@@ -96,7 +96,7 @@ def _pretrain_and_look(config: str, overrides: list[str], out: str, at: int) -> 
         run.hooks.insert(0, look)
         train(run)
 
-    loop_module.train = looked_at
+    main.train = looked_at
     return pretrain_rank(config, overrides)
 
 

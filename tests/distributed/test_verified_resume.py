@@ -12,7 +12,7 @@ from checkpoint_model import Run
 from harness import run_distributed
 from whole_runs import events_of, failure_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.checkpoint import resume as resume_module
+from megasdc.checkpoint import resume
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, find_place
@@ -122,15 +122,15 @@ def _interrupted(root: str) -> dict[str, Any]:
     mark_corruption(folder, 5, "incident.json", place)
     torch.distributed.barrier()
     found: dict[str, Any] = {}
-    original = resume_module.move_aside
+    original = resume.move_aside
     if place.rank == 1:
-        resume_module.move_aside = _refuse  # type: ignore[assignment]
+        resume.move_aside = _refuse  # type: ignore[assignment]
     try:
         _resume(run, folder, **options)
     except StorageError as error:
         found["error"] = str(error)
     finally:
-        resume_module.move_aside = original
+        resume.move_aside = original
     found["mark"] = find_corruption(folder)
     found["steps"] = list_steps(folder)
     found["again"] = _resume(run, folder, **options)

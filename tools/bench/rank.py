@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megasdc.parallel import run_ranks as local
+from megasdc.parallel import run_ranks
 
 if TYPE_CHECKING:
     from megasdc.parallel.dims import ParallelDims
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0
 
 
-class Messages(local.ReportChannel):
+class Messages(run_ranks.ReportChannel):
     """Sends objects of a rank to the process that started it; those of all ranks but the first go nowhere."""
 
     def send(self, **fields: Any) -> None:
@@ -62,7 +62,7 @@ def run_in_ranks(
         MegasdcError: a rank failed, with the end of its output.
     """
     request = {"call": _encode(partial(function, **arguments))}
-    local.run_ranks(
+    run_ranks.run_ranks(
         __name__, request, ranks, threads, folder, lambda message: on_message(_decode(message["pickled"])), fresh
     )
 

@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megasdc.common import durable as room
-from megasdc.common import run_lock
+from megasdc.common import durable, run_lock
 from megasdc.common.errors import HangError, LaunchError, StorageError
 from megasdc.common.host import NAME_VARIABLE
 from megasdc.common.wire import own_address_towards, raise_descriptor_limit
@@ -203,9 +202,9 @@ def launch_run(
     """
     raise_descriptor_limit()
     plan = plan_launch(request, print_front_message)
-    room.set_limit(plan.program.wait_for_room_s)
+    durable.set_limit(plan.program.wait_for_room_s)
     if not dry_run:
-        room.need_room(partial(_probe, plan.run_dir), plan.run_dir, print_front_message)
+        durable.need_room(partial(_probe, plan.run_dir), plan.run_dir, print_front_message)
     if plan.needs.master_port is not None:
         return _launch_planned(plan, dry_run, quiet, on_verdict)
     # Held until the launch ends, so that no other launch takes the port before rank 0 listens on it.
@@ -216,7 +215,7 @@ def launch_run(
 def _probe(folder: Path) -> None:
     """Raise OSError where this host sees that a folder is full; one that is read-only or absent is checked later."""
     try:
-        room.probe(folder)
+        durable.probe(folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -439,9 +438,9 @@ def _run(
 def _without_room(folder: Path) -> str:
     """That a folder has no room, so that ranks cannot tell how they have ended; empty: it has some."""
     try:
-        room.probe(folder)
+        durable.probe(folder)
     except OSError as error:
-        if room.lacks_room(error):
+        if durable.lacks_room(error):
             return f"{folder} has no room ({error.strerror}), so that ranks could not write how they have ended"
     return ""
 
@@ -468,6 +467,8 @@ def _write_result(plan: LaunchPlan, result: LaunchResult) -> None:
     folder = records_dir(plan.run_dir, plan.launch_id)
     path, text = folder / "launch.json", json.dumps(asdict(result), indent=2) + "\n"
     try:
-        room.wait_for_room(lambda: room.write_whole(path, text), path, print_front_message, at_most_s=room.END_S)
+        durable.wait_for_room(
+            lambda: durable.write_whole(path, text), path, print_front_message, at_most_s=durable.END_S
+        )
     except OSError as error:
         print_front_message(f"{folder / 'launch.json'} could not be written: {error}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from megasdc.common import durable as room
+from megasdc.common import durable
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
 from megasdc.common.host import deepspeed_buffer, remove_buffers
 from megasdc.common.program import INTERRUPTED
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     settings = json.loads(text)
     rank, run_dir, own = int(os.environ["RANK"]), Path(settings["run_dir"]), os.getpid()
     follow_parent()
-    room.set_limit(settings["wait_for_room_s"])
+    durable.set_limit(settings["wait_for_room_s"])
     record_collectives(os.environ)
     end: dict[str, Any] = {"code": 1, "error": None, "end": None}
 

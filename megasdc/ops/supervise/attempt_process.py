@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.common import durable as room
+from megasdc.common import durable
 from megasdc.common.durable import parse_json, write_durably
 from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.common.origin import boot_id
@@ -116,14 +116,14 @@ def main() -> int:
     """Launch as the first argument says; returns the exit code."""
     request = json.loads(sys.argv[1])
     with exiting_on_signals() as signals:
-        room.end_waits_when(lambda: signals.noted)
+        durable.end_waits_when(lambda: signals.noted)
         result = run_attempt(request["launch"], signals)
         path, text = Path(request["result"]), json.dumps(asdict(result)) + "\n"
         # Without room the exit code says it all, and who has asked it to end waits for it; others are waited for.
         is_short = result.exit_code == StorageError.exit_code or result.stopped_by is not None
-        at_most_s = room.END_S if is_short else None
+        at_most_s = durable.END_S if is_short else None
         try:
-            room.wait_for_room(lambda: write_durably(path, text), path, print_front_message, at_most_s=at_most_s)
+            durable.wait_for_room(lambda: write_durably(path, text), path, print_front_message, at_most_s=at_most_s)
         except OSError as error:
             print_front_message(f"how the launch has ended could not be written: {error}")
     return result.exit_code

@@ -28,7 +28,7 @@ from threading import Event
 from types import FrameType
 from typing import Any, TextIO
 
-from megasdc.common import durable as room
+from megasdc.common import durable
 from megasdc.common.durable import lacks_room
 from megasdc.common.errors import ConfigError, LaunchError
 from megasdc.config.checks import check_layout, settings_for
@@ -344,7 +344,7 @@ def supervise_run(
         StorageError: the journal is damaged, or cannot be written.
     """
     config = load_config(config_path, overrides, allow_changed)
-    room.set_limit(config.megasdc.logging.wait_for_room_s)
+    durable.set_limit(config.megasdc.logging.wait_for_room_s)
     allocation, section = _allocation(hostfile, launcher_args), config.megasdc.supervise
     num_hosts = _num_hosts(section.num_hosts, allocation, "megasdc.")
     sizes, impossible = find_sizes(config_path, overrides, allocation.slots, num_hosts, section.min_hosts)
@@ -376,7 +376,7 @@ def supervise_program(command: DeepSpeedCommand, settings: GuardSettings) -> int
             "deepspeed --include, --exclude, --num_gpus: not with --supervise, which chooses hosts itself: write a "
             "hostfile with all that it may use, and give --num_nodes or supervise.num_hosts"
         )
-    room.set_limit(settings.logging.wait_for_room_s)
+    durable.set_limit(settings.logging.wait_for_room_s)
     if is_here:
         place = place_program_here(command.include, command.exclude, command.num_gpus, os.environ)
         allocation: Allocation = ThisHost(len(place.host_of_rank))
@@ -424,7 +424,7 @@ def _supervise(
             allocation.is_ending = True
         stop.set()
 
-    room.end_waits_when(stop.is_set)
+    durable.end_waits_when(stop.is_set)
     folder = run_dir / FOLDER
     with (
         lasting_output(folder / LOG_FILE),

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.common import origin as run_identity
+from megasdc.common import origin
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.events import read_events
@@ -105,7 +105,7 @@ class HostChecks:
         """What is asked of a host, but for its ranks."""
         program = request.program
         try:
-            identity = run_identity.read_identity(self.run_dir)
+            identity = origin.read_identity(self.run_dir)
         except StorageError:  # a start says so
             identity = None
         return HostRequest(

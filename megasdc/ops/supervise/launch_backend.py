@@ -27,8 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
-from megasdc.common import durable as room
-from megasdc.common import run_lock
+from megasdc.common import durable, run_lock
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, LaunchError, PeerError, StorageError
 from megasdc.common.host import DISK_S, Waker
@@ -237,7 +236,7 @@ class LaunchBackend:
         self.checks = HostChecks(request, run_dir, prefixes)
         self._shown: dict[Path, int] = {}
         self._waker = Waker(STOPPED_S, DISK_S, polls=True)
-        self._room = room.RoomProbe(run_dir, _say)
+        self._room = durable.RoomProbe(run_dir, _say)
         self._log: subprocess.Popen[bytes] | None = None
         self._ended_with: int | None = None
 
@@ -281,7 +280,7 @@ class LaunchBackend:
 
         hostfile = self._file(attempt, "hosts")
         text = "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items())
-        room.need_room(lambda: room.write_whole(hostfile, text), hostfile)
+        durable.need_room(lambda: durable.write_whole(hostfile, text), hostfile)
         overrides = (*self._request.overrides, *self.overrides(attempt))
         request = replace(self._request, hostfile=hostfile, overrides=overrides)
         request = replace(request, launch_id=attempt.launch_id, ended=attempt.ended)
@@ -289,9 +288,9 @@ class LaunchBackend:
         words = json.dumps({"launch": launch, "result": self._file(attempt, "json")}, default=str)
         path = self._file(attempt, "log")
         self._shown[path] = path.stat().st_size if path.exists() else 0
-        room.need_room(claim, path)
+        durable.need_room(claim, path)
         self._room.seen = False
-        writer = [sys.executable, "-m", MODULE, str(path), str(room.limit_s())]
+        writer = [sys.executable, "-m", MODULE, str(path), str(durable.limit_s())]
         self._log = subprocess.Popen(writer, stdin=subprocess.PIPE, start_new_session=True)
         assert self._log.stdin is not None, "it is a pipe"
         # Blocked for the front too, so that it lives to tell of a signal that it gets while it is loaded.
@@ -449,7 +448,7 @@ class LaunchBackend:
         path, problem = self._folder / f"{name}.json", ""
         text = json.dumps([one.as_dict() for one in some], indent=1) + "\n"
         try:
-            room.write_whole(path, text)
+            durable.write_whole(path, text)
         except OSError as error:
             problem = f"alert of {path}, which cannot be written: {error}"
         return "; ".join(filter(None, (problem, alert(self._alert_command, path, text))))
@@ -547,10 +546,10 @@ def main() -> None:
     """Copy standard input to the file that the first argument names, until its end."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # it ends after those that are asked
         signal.signal(number, signal.SIG_IGN)
-    room.set_limit(float(sys.argv[2]))
-    file = room.LineFile(Path(sys.argv[1]))
+    durable.set_limit(float(sys.argv[2]))
+    file = durable.LineFile(Path(sys.argv[1]))
     while True:
-        if select.select([0], [], [], room.RETRY_S)[0]:
+        if select.select([0], [], [], durable.RETRY_S)[0]:
             if not (said := os.read(0, _BLOCK_BYTES)):
                 break
             file.add(said)

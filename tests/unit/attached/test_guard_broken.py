@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megasdc.attached.batch_replayer import Batch, SentTensor
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.incident import Opinion
-from megasdc.sdc.referee import rounding as noise
+from megasdc.sdc.referee import rounding
 from megasdc.sdc.referee.recompute import Exhibit
 from megasdc.sdc.referee.referee import Referee, Subject, heard, shown_by
 from megasdc.sdc.referee.rounding import Exact
@@ -162,16 +162,16 @@ def test_a_rank_whose_calls_cannot_be_kept_repeats_what_the_others_do(subject_of
 def test_a_dispute_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two operations, in all of a dispute; what follows has its own time."""
     compute = partial(torch.ones, 3, dtype=torch.float64)
-    budget = noise.NoiseBudget()
+    budget = rounding.NoiseBudget()
     with budget.spent():
-        noise.estimate(compute, torch.float32)
-    monkeypatch.setattr(noise, "BUDGET_S", 0.0)
-    spent = noise.NoiseBudget()
-    with spent.spent(), pytest.raises(noise.Unfit, match="takes more than"):
-        noise.estimate(compute, torch.float32)
+        rounding.estimate(compute, torch.float32)
+    monkeypatch.setattr(rounding, "BUDGET_S", 0.0)
+    spent = rounding.NoiseBudget()
+    with spent.spent(), pytest.raises(rounding.Unfit, match="takes more than"):
+        rounding.estimate(compute, torch.float32)
     with budget.spent():
-        noise.estimate(compute, torch.float32)
-    noise.estimate(compute, torch.float32)
+        rounding.estimate(compute, torch.float32)
+    rounding.estimate(compute, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["mm", "addmm", "bmm"])
@@ -183,8 +183,8 @@ def test_a_product_that_would_take_long_is_not_begun(kind: str, monkeypatch: pyt
         "addmm": lambda: torch.addmm(torch.ones(5, dtype=torch.float64), left, right),
         "bmm": lambda: torch.bmm(left[None], right[None]),
     }
-    monkeypatch.setattr(noise, "MOST_PRODUCTS", 2 * 3 * 5)
-    noise.estimate(products[kind], torch.float32)
-    monkeypatch.setattr(noise, "MOST_PRODUCTS", 2 * 3 * 5 - 1)
-    with pytest.raises(noise.Unfit, match="too many elements"):
-        noise.estimate(products[kind], torch.float32)
+    monkeypatch.setattr(rounding, "MOST_PRODUCTS", 2 * 3 * 5)
+    rounding.estimate(products[kind], torch.float32)
+    monkeypatch.setattr(rounding, "MOST_PRODUCTS", 2 * 3 * 5 - 1)
+    with pytest.raises(rounding.Unfit, match="too many elements"):
+        rounding.estimate(products[kind], torch.float32)

@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import nn
 
-from megasdc.attached import golden as seeded
+from megasdc.attached import golden
 from megasdc.attached.golden import seed_problems, seeded_parameters
 
 
@@ -26,7 +26,7 @@ def _wanted(name: str, seed: int, shape: tuple[int, ...], *, around: float) -> t
 
 def test_parameters_are_seeded_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks and in any order of memory; matrices are of variance 1 / inputs, norms around 1, biases around 0."""
-    monkeypatch.setattr(seeded, "_CHUNK", 100)
+    monkeypatch.setattr(golden, "_CHUNK", 100)
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.LayerNorm(8), nn.Linear(300, 200))
     model[0].to(memory_format=torch.channels_last)
     model[2].bfloat16()

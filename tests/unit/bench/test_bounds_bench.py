@@ -13,8 +13,7 @@ from rich.console import Console
 from megasdc.common.errors import ConfigError
 from megasdc.tensors import bound
 from megasdc.tensors.bound import COMPILED
-from tools.bench.bounds import cost as bounds
-from tools.bench.bounds import cost_others as bounds_others
+from tools.bench.bounds import cost, cost_others
 from tools.bench.bounds.cost import BAR, MILLION, Shard, bench_bounds
 from tools.bench.bounds.cost_others import LIMITS, others
 from tools.bench.bounds.options import BoundsBenchOptions
@@ -28,7 +27,7 @@ ADAM = "compiled elsewhere"
 def result():
     """Without DeepSpeed's Adam, which takes a minute to compile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds_others, "_build_cpu_adam", lambda: ADAM)
+        patch.setattr(cost_others, "_build_cpu_adam", lambda: ADAM)
         return bench_bounds(BoundsBenchOptions(blocks=2, sizes_million=(1,)))
 
 
@@ -61,7 +60,7 @@ def test_every_comparison_is_made(result):
 @pytest.fixture
 def loops(monkeypatch):
     """The compiled loops by what they do."""
-    monkeypatch.setattr(bounds_others, "_build_cpu_adam", lambda: ADAM)
+    monkeypatch.setattr(cost_others, "_build_cpu_adam", lambda: ADAM)
     return {one.name.split()[3]: one for one in others("cpu")[0] if one.name.startswith("compiled loop that")}
 
 
@@ -114,8 +113,8 @@ def test_without_a_compiler_the_bench_says_so(monkeypatch, tmp_path):
     """The formula runs and is named, and the loop that could not be compiled is among what was not run."""
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bounds_others, "_build_cpu_adam", lambda: ADAM)
-    monkeypatch.setattr(bounds, "MILLION", 1000)
+    monkeypatch.setattr(cost_others, "_build_cpu_adam", lambda: ADAM)
+    monkeypatch.setattr(cost, "MILLION", 1000)
     bound.implementation.cache_clear()
     bound.fused_library.cache_clear()
     try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.tensors import checksum as checksums
+from megasdc.tensors import checksum
 from megasdc.tensors.checksum import ALGORITHMS
 from tools.bench.detection.checksum_trials import BLIND_TO, DTYPES, FAULTS, NUM_ELEMENTS, PACKED, XOR, run_trials
 
@@ -76,7 +76,7 @@ def test_a_blind_algorithm_fails(monkeypatch):
         def start(self, tensor: torch.Tensor) -> int:
             return int(tensor.view(torch.uint8).to(torch.int64).sum())
 
-    monkeypatch.setitem(checksums.ALGORITHMS, "blind.v1", Blind())
+    monkeypatch.setitem(checksum.ALGORITHMS, "blind.v1", Blind())
     failed = {one.fault for one in run_trials(50) if one.algorithm == "blind.v1" and not one.passed}
     assert "swap of 2 elements" in failed
     monkeypatch.setitem(FAULTS, "sign flips in 2 elements", FAULTS["single flip"])

@@ -32,7 +32,7 @@ from megasdc.checkpoint.verify import (
     verify_checkpoint,
 )
 from megasdc.cli import app
-from megasdc.common import durable as room
+from megasdc.common import durable
 from megasdc.common.errors import CheckpointError, CorruptionError, StorageError
 from megasdc.common.run_lock import LockedFolders
 from megasdc.events import EventLog, read_events
@@ -109,7 +109,7 @@ def test_a_mark_that_cannot_be_written_is_a_warning(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    monkeypatch.setattr(room._process, "limit_s", 0.5)
+    monkeypatch.setattr(durable._process, "limit_s", 0.5)
     with caplog.at_level(logging.WARNING):
         assert mark_verified(tmp_path, 2, 3, LEADER, events=events) == []
     assert "stays a candidate" in caplog.text

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common import durable as room
+from megasdc.common import durable
 from megasdc.common.durable import append_bounded
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.events import EventLog, read_events
@@ -34,8 +34,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no file system can be mounted here")
     yield path
     subprocess.run(["umount", "-l", str(path)], check=True)
-    room._process.since.clear()
-    room._process.hurries_since = None
+    durable._process.since.clear()
+    durable._process.hurries_since = None
 
 
 def fill(folder: Path) -> Path:
@@ -54,11 +54,11 @@ def test_lines_without_room_are_written_later(small: Path) -> None:
     for step in range(1, 200):
         events.emit("test", "event", step=step)
         metrics.write(step, {"train/loss": 0.5})
-    assert room.waiting_s() > 0
+    assert durable.waiting_s() > 0
     assert len(list(read_events(small))) < 199
     filler.unlink()
-    room._process.retry_at = 0.0
-    assert room.waiting_s() == 0 and room.lost_lines() == 0
+    durable._process.retry_at = 0.0
+    assert durable.waiting_s() == 0 and durable.lost_lines() == 0
     assert [one.step for one in read_events(small)] == list(range(1, 200))
     assert [one["step"] for one in read_metrics(small)] == list(range(1, 200))
     events.close()
@@ -69,11 +69,11 @@ def test_small_files_without_room_are_written_later(small: Path) -> None:
     """The last content that was given to each path."""
     filler = fill(small)
     path = small / "reports" / "one.json"
-    assert not room.write_when_room(path, "first" * 2000) and not room.write_when_room(path, "last" * 2000)
+    assert not durable.write_when_room(path, "first" * 2000) and not durable.write_when_room(path, "last" * 2000)
     assert not path.exists() or not path.read_text()
     filler.unlink()
-    room._process.retry_at = 0.0
-    assert room.waiting_s() == 0 and path.read_text() == "last" * 2000
+    durable._process.retry_at = 0.0
+    assert durable.waiting_s() == 0 and path.read_text() == "last" * 2000
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_the_journal_waits_for_room_and_gives_up_after_the_limit(small: Path, mo
         assert [one.kind for one in read_journal(small)] == ["opened", "long"]
         assert len(said) == 2 and "waiting up to 900 s" in said[0] and "again, after" in said[1]
         fill(small)
-        monkeypatch.setattr(room._process, "limit_s", 1.5)
+        monkeypatch.setattr(durable._process, "limit_s", 1.5)
         began = time.monotonic()
         with pytest.raises(StorageError, match="No space left"):
             journal.write("long", text="x" * 5000)
@@ -119,25 +119,25 @@ def test_an_entry_that_waits_is_not_written_to_another_supervisors_journal(small
 @pytest.mark.slow
 def test_who_is_asked_to_end_does_not_wait_for_long(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it waits for at that moment, and what it writes after that; who is not asked waits on."""
-    monkeypatch.setattr(room, "END_S", 1.0)
-    monkeypatch.setattr(room._process, "limit_s", 20.0)
+    monkeypatch.setattr(durable, "END_S", 1.0)
+    monkeypatch.setattr(durable._process, "limit_s", 20.0)
     asked = threading.Event()
-    room.end_waits_when(asked.is_set)
+    durable.end_waits_when(asked.is_set)
     fill(small)
     began = time.monotonic()
     threading.Timer(1.5, asked.set).start()
     for name in ("first", "second"):
         with pytest.raises(StorageError, match="No space left"):
-            room.need_room(lambda name=name: (small / name).write_text("x" * 5000), small / name)  # type: ignore[misc]
+            durable.need_room(lambda name=name: (small / name).write_text("x" * 5000), small / name)  # type: ignore[misc]
     assert 1.5 < time.monotonic() - began < 10.0
-    room.end_waits_when(bool)
-    assert not room.is_asked_to_end()
+    durable.end_waits_when(bool)
+    assert not durable.is_asked_to_end()
 
 
 @pytest.mark.slow
 def test_a_ledger_without_room_keeps_what_it_is_told(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until there is room, or its supervisor ends; what is lost then is said."""
-    monkeypatch.setattr(room, "END_S", 0.5)
+    monkeypatch.setattr(durable, "END_S", 0.5)
     ledger = HostReliabilityLog(small / "ledger.jsonl")
     uses = [HostUsage(f"use {number}", 1.0, 1.0, ("a",), None, "x" * 4000) for number in range(5)]
     assert ledger.add(uses[0]) == 0
@@ -172,7 +172,7 @@ def test_an_agents_line_that_has_room_in_part_is_not_there(small: Path) -> None:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_all_kinds_of_no_room_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """A used-up quota, and a file system that becomes read-only, which no test can make here, as a full one."""
-    lines, write, full = room.LineFile(tmp_path / "lines"), os.write, [True]
+    lines, write, full = durable.LineFile(tmp_path / "lines"), os.write, [True]
 
     def fail(descriptor: int, data: bytes) -> int:
         if full[0] and descriptor == lines.fileno():
@@ -181,10 +181,10 @@ def test_all_kinds_of_no_room_are_alike(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "write", fail)
     lines.write("one\n")
-    assert room.waiting_s() > 0 and (tmp_path / "lines").read_text() == ""
+    assert durable.waiting_s() > 0 and (tmp_path / "lines").read_text() == ""
     full[0] = False
     lines.write("two\n")
-    assert room.waiting_s() == 0 and (tmp_path / "lines").read_text() == "one\ntwo\n"
+    assert durable.waiting_s() == 0 and (tmp_path / "lines").read_text() == "one\ntwo\n"
     full[0] = True
     with pytest.raises(OSError, match="not permitted") as caught:
         number = errno.EPERM
@@ -211,8 +211,8 @@ def test_lines_are_kept_while_a_disk_fails(tmp_path: Path, capsys: pytest.Captur
         events.emit("test", "event", step=step)
         metrics.write(step, {"train/loss": 0.5})
         if step == 2:
-            assert room.waiting_files() == [str(events.path), str(metrics.path)]
-    assert room.waiting_s() == 0
+            assert durable.waiting_files() == [str(events.path), str(metrics.path)]
+    assert durable.waiting_s() == 0
     events.close()
     metrics.close()
     assert [one.step for one in read_events(tmp_path)] == [1, 2, 3, 4]
@@ -225,25 +225,25 @@ def test_lines_are_kept_while_a_disk_fails(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.slow
 def test_a_disk_that_fails_where_nothing_waits_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting it is an error, which names the file; when a file is closed its last line is tried again."""
-    lines = room.LineFile(tmp_path / "lines")
-    monkeypatch.setattr(room._process, "limit_s", 0.0)
+    lines = durable.LineFile(tmp_path / "lines")
+    monkeypatch.setattr(durable._process, "limit_s", 0.0)
     break_descriptor(lines.fileno())
     with pytest.raises(OSError, match=r"Input/output error: '.*lines'"):
         lines.write("one\n")
-    monkeypatch.setattr(room._process, "limit_s", 1.0)
+    monkeypatch.setattr(durable._process, "limit_s", 1.0)
     lines.write("two\n")
     assert (tmp_path / "lines").read_text() == "one\ntwo\n", "it was only this descriptor"
     lines.add(b"three\n")
     break_descriptor(lines.fileno())
     lines.close()
     assert (tmp_path / "lines").read_text() == "one\ntwo\nthree\n"
-    assert room.waiting_s() == 0
+    assert durable.waiting_s() == 0
 
 
 @pytest.mark.slow
 def test_a_file_that_gets_room_while_it_is_closed_is_whole(small: Path) -> None:
     """Nothing waits then, and nothing is lost."""
-    lines = room.LineFile(small / "lines")
+    lines = durable.LineFile(small / "lines")
     filler = fill(small)
     lines.write("x" * 5000 + "\n")
     timer = threading.Timer(1.5, filler.unlink)
@@ -251,7 +251,7 @@ def test_a_file_that_gets_room_while_it_is_closed_is_whole(small: Path) -> None:
     lines.close()
     timer.join()
     assert (small / "lines").read_text() == "x" * 5000 + "\n"
-    assert room.waiting_s() == 0
+    assert durable.waiting_s() == 0
 
 
 @pytest.mark.slow
@@ -259,20 +259,20 @@ def test_what_was_given_up_does_not_wait_any_more(small: Path) -> None:
     """A run that has room again is not stopped for the sake of a file that nobody writes."""
     filler = fill(small)
     with pytest.raises(OSError, match="No space"):
-        room.wait_for_room(lambda: (small / "file").write_text("x" * 5000), small / "file", at_most_s=0.1)
+        durable.wait_for_room(lambda: (small / "file").write_text("x" * 5000), small / "file", at_most_s=0.1)
     filler.unlink()
-    assert room.waiting_s() == 0
+    assert durable.waiting_s() == 0
 
 
 @pytest.mark.slow
 def test_no_room_for_too_long_has_an_exit_code_of_its_own(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says which file it was."""
-    monkeypatch.setattr(room._process, "limit_s", 0.1)
+    monkeypatch.setattr(durable._process, "limit_s", 0.1)
     fill(small)
     with pytest.raises(StorageError, match="file cannot be written: No space") as caught:
-        room.need_room(lambda: (small / "file").write_text("x" * 5000), small / "file")
+        durable.need_room(lambda: (small / "file").write_text("x" * 5000), small / "file")
     assert caught.value.no_room
-    room._process.since.clear()
+    durable._process.since.clear()
 
 
 @pytest.mark.slow
@@ -280,18 +280,18 @@ def test_what_can_neither_be_written_nor_kept_is_counted_and_said(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Lines beyond the bound, and what is left when a process ends."""
-    monkeypatch.setattr(room, "MAX_KEPT_BYTES", 20_000)
-    monkeypatch.setattr(room, "END_S", 0.5)
-    monkeypatch.setattr(room._process, "lost", 0)
-    lines = room.LineFile(small / "lines")
+    monkeypatch.setattr(durable, "MAX_KEPT_BYTES", 20_000)
+    monkeypatch.setattr(durable, "END_S", 0.5)
+    monkeypatch.setattr(durable._process, "lost", 0)
+    lines = durable.LineFile(small / "lines")
     fill(small)
     for _ in range(10):
         lines.write("x" * 4000 + "\n")
-    assert lines.lost == room.lost_lines() > 0
-    assert not room.write_when_room(small / "file", "x" * 5000)
+    assert lines.lost == durable.lost_lines() > 0
+    assert not durable.write_when_room(small / "file", "x" * 5000)
     lines.close()
-    room.finish()
+    durable.finish()
     said = capsys.readouterr().err
     assert f"{small / 'lines'}: " in said and "lines could not be written and are lost" in said
     assert f"{small / 'file'} could not be written and is lost" in said
-    assert room.waiting_s() == 0
+    assert durable.waiting_s() == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.checkpoint.host_memory import OWNER_FILE, claim, memory_folder, owner, remove_forgotten
-from megasdc.common import host as shared_memory
+from megasdc.common import host
 from megasdc.common.errors import HangError, StorageError
 from megasdc.common.host import (
     NAME_VARIABLE,
@@ -48,7 +48,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of shared memory."""
     shared = tmp_path / "shm"
     shared.mkdir()
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(host, "SHARED_MEMORY", shared)
     return shared
 
 

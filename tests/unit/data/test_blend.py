@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from megasdc.common.errors import CheckpointError, DataError
-from megasdc.data import dataset as dataset_module
+from megasdc.data import dataset
 from megasdc.data.dataset import BlendedTokens, blend_order, build_datasets, verify_section_data
 from megasdc.data.loader import EvalLoader, MicroBatchLoader
 from megasdc.data.manifest import DataManifest
@@ -134,7 +134,7 @@ def test_a_longer_order_begins_with_the_shorter(weights, size, more):
 
 def test_prolonging_keeps_the_order(tmp_path, section, monkeypatch):
     """A longer stream, whose index has more windows, gives the same samples and has the same identity."""
-    monkeypatch.setattr(dataset_module, "WINDOW_SAMPLES", 64)
+    monkeypatch.setattr(dataset, "WINDOW_SAMPLES", 64)
     short, _ = build(section, tmp_path, num_samples=60)
     long, _ = build(section, tmp_path, num_samples=300)
     assert len(list(tmp_path.glob("blend-*"))) == 2
@@ -144,7 +144,7 @@ def test_prolonging_keeps_the_order(tmp_path, section, monkeypatch):
 
 def test_a_stream_that_is_prolonged_in_place_keeps_its_samples(tmp_path, section, monkeypatch):
     """It reaches further, also past the kept order, and a call for less changes nothing."""
-    monkeypatch.setattr(dataset_module, "WINDOW_SAMPLES", 64)
+    monkeypatch.setattr(dataset, "WINDOW_SAMPLES", 64)
     stream, _ = build(section, tmp_path / "short", num_samples=50)
     longer, _ = build(section, tmp_path / "long", num_samples=300)
     stream.extend(300)
@@ -228,7 +228,7 @@ def build_and_hang(section, cache, said):
         said.set()
         time.sleep(60)
 
-    dataset_module.blend_order = hang
+    dataset.blend_order = hang
     build(section, cache)
 
 

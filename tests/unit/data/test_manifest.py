@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from megasdc.cli import app
 from megasdc.common.errors import DataError, StorageError
 from megasdc.config.data import DataSection
-from megasdc.data import manifest as prepared_data
+from megasdc.data import manifest
 from megasdc.data.dataset import build_datasets
 from megasdc.data.manifest import (
     SHORT_TOKENS,
@@ -169,19 +169,15 @@ def test_every_block_is_read_once_and_gives_the_same_tokens(folder, monkeypatch)
     """The checked reader returns what the plain one does, at odd places and lengths, and checks a block once."""
     content = (folder / "train.bin").read_bytes()
     checked = []
-    problem = prepared_data.BlockChecksums.problem
-    monkeypatch.setattr(
-        prepared_data.BlockChecksums, "problem", lambda *args: (checked.append(args[1]), problem(*args))[1]
-    )
+    problem = manifest.BlockChecksums.problem
+    monkeypatch.setattr(manifest.BlockChecksums, "problem", lambda *args: (checked.append(args[1]), problem(*args))[1])
 
     class Plain:
         def read(self, dtype, count, offset):
             return np.frombuffer(content, dtype=dtype, count=count, offset=offset)
 
-    prepared_data.write_checksums(folder / "train.bin", 1000)
-    reader = prepared_data.CheckedReader(
-        Plain(), prepared_data.BlockChecksums(folder / "train.bin", 1000), len(content)
-    )
+    manifest.write_checksums(folder / "train.bin", 1000)
+    reader = manifest.CheckedReader(Plain(), manifest.BlockChecksums(folder / "train.bin", 1000), len(content))
     for offset, count in ((0, 1), (998, 1), (998, 2), (5000, 3000), (len(content) - 2, 1), (0, len(content) // 2)):
         assert (reader.read(np.uint16, count, offset) == np.frombuffer(content, np.uint16, count, offset)).all()
     assert sorted(checked) == list(range(-(-len(content) // 1000)))
@@ -190,18 +186,18 @@ def test_every_block_is_read_once_and_gives_the_same_tokens(folder, monkeypatch)
 def test_a_sample_looks_at_other_blocks_each_time(folder):
     """The first, the last and some blocks between them; over several starts, all."""
     data = folder / "train.bin"
-    prepared_data.write_checksums(data, 4096)
+    manifest.write_checksums(data, 4096)
     seen = set()
 
-    class Listening(prepared_data.BlockChecksums):
+    class Listening(manifest.BlockChecksums):
         def problem(self, number, block):
             seen.add(number)
             return super().problem(number, block)
 
     few = Listening(data, 4096)
-    assert len(few) > 2 * prepared_data.NUM_SAMPLED
+    assert len(few) > 2 * manifest.NUM_SAMPLED
     assert not list(few.sample_problems())
-    assert len(seen) == prepared_data.NUM_SAMPLED
+    assert len(seen) == manifest.NUM_SAMPLED
     assert {0, len(few) - 1} <= seen
     for _ in range(200):
         list(few.sample_problems())
@@ -293,7 +289,7 @@ def test_force_replaces_damage_that_a_quick_look_may_miss(folder, corpus, sectio
     """`--force` looks at every byte, so that the remedy of every message helps."""
     section: DataSection = section_for(folder, corpus)
     flip(folder / "train.bin")
-    monkeypatch.setattr(prepared_data.BlockChecksums, "sample_problems", lambda self: iter(()))
+    monkeypatch.setattr(manifest.BlockChecksums, "sample_problems", lambda self: iter(()))
     prepare(section, progress=False)
     assert not check_folder(folder).ok
     prepare(section, progress=False, force=True)

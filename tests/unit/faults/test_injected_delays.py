@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megasdc.config.faults import DelaySpec
-from megasdc.faults import delay as module
+from megasdc.faults import delay
 from megasdc.faults.delay import InjectedDelays, build_delay, draw_delays
 from megasdc.lab.planning.environment import DelayEnvironment
 from megasdc.parallel.dims import ParallelDims
@@ -27,7 +27,7 @@ def specs(*raw):
 @pytest.fixture
 def slept(monkeypatch):
     seconds: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", seconds.append)
+    monkeypatch.setattr(delay.time, "sleep", seconds.append)
     return seconds
 
 
@@ -104,7 +104,7 @@ def test_steps_and_micro_batches(slept):
 
 def test_a_preemptible_delay_ends_with_the_time_of_the_replica(slept, monkeypatch):
     """The deciding rank sleeps before it is asked, at most the time left; what lasts to its end comes after, whole."""
-    monkeypatch.setattr(module.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(delay.time, "monotonic", lambda: 100.0)
     given = specs(
         {"kind": "slow_periods", "period_steps": 1, "slow_steps": 1, "delay_s": 3.0, "preemptible": True},
         {"kind": "slow_periods", "period_steps": 1, "slow_steps": 1, "delay_s": 0.5},

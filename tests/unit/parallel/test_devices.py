@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megasdc.common.errors import LaunchError
-from megasdc.parallel import groups as devices
+from megasdc.parallel import groups
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(devices, "place_messages_on_host", lambda: None)
+    monkeypatch.setattr(groups, "place_messages_on_host", lambda: None)
     monkeypatch.setenv("RANK", "13")
     return current
 
@@ -31,16 +31,16 @@ def test_ranks_are_dealt_to_the_gpus_in_turn(
     """The GPU that torch is told, and DeepSpeed by LOCAL_RANK, is the rank's number, or that modulo the GPUs."""
     monkeypatch.setenv("LOCAL_RANK", str(local))
     if share:
-        assert devices.choose_backend(share) == "gloo"
-        assert (four_gpus, devices.os.environ["LOCAL_RANK"]) == ([index], str(index))
-    assert devices.device_index(share) == index
+        assert groups.choose_backend(share) == "gloo"
+        assert (four_gpus, groups.os.environ["LOCAL_RANK"]) == ([index], str(index))
+    assert groups.device_index(share) == index
 
 
 def test_more_ranks_than_gpus_are_refused(four_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The message has the rank, the numbers and both ways on; nothing was set."""
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(LaunchError, match=r"rank 13 is number 4 of .*4 GPUs are visible.*share_devices=true"):
-        devices.choose_backend(False)
+        groups.choose_backend(False)
     assert four_gpus == []
 
 
@@ -50,7 +50,7 @@ def test_the_memory_of_a_shared_gpu_is_divided(
 ) -> None:
     """As many ranks as may come to one GPU."""
     monkeypatch.setenv("LOCAL_SIZE", str(size))
-    assert devices.ranks_on_device(share) == ranks
+    assert groups.ranks_on_device(share) == ranks
 
 
 def test_messages_of_the_pipeline_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def test_messages_of_the_pipeline_go_through_the_host(monkeypatch: pytest.Monkey
 
     comm = types.SimpleNamespace(send=lambda tensor, dst: sent.append(tensor), recv=recv, new_group="others")
     monkeypatch.setattr(p2p, "dist", comm)
-    devices.place_messages_on_host()
-    devices.place_messages_on_host()
+    groups.place_messages_on_host()
+    groups.place_messages_on_host()
     view: Any = p2p.dist
     assert view.comm is comm and view.new_group == "others"
     given = torch.arange(6.0).view(2, 3).t()

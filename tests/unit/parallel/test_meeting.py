@@ -13,7 +13,7 @@ import torch.distributed as dist
 from test_local_ranks import listening
 
 from megasdc.common.errors import HangError, LaunchError, as_known_error
-from megasdc.parallel import rendezvous as meeting
+from megasdc.parallel import rendezvous
 from megasdc.parallel.local_ranks import LocalMeeting, free_port
 from megasdc.parallel.rendezvous import (
     MEETING_NAME_VARIABLE,
@@ -197,7 +197,7 @@ def test_all_ranks_agree_whether_they_leave(tmp_path, monkeypatch, in_folder):
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_rank_goes_on_where_no_store_answers(monkeypatch, port, silent):
     """The rank that holds it has gone, or is stopped: it is asked for seconds, and this one's first step finds out."""
-    monkeypatch.setattr(meeting, "LOOK_S", 0.2)
+    monkeypatch.setattr(rendezvous, "LOOK_S", 0.2)
     alone, began = AskedRanks(1, 2), time.monotonic()
     with socket.create_server(("127.0.0.1", port)) if silent else nullcontext():
         assert not alone.ask() and alone.go_on()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megasdc.parallel import collectives as step_agreement
+from megasdc.parallel import collectives
 from megasdc.parallel.collectives import MIN, Field, StepAgreement
 
 
@@ -32,7 +32,7 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     found = Ranks()
-    monkeypatch.setattr(step_agreement.dist, "all_reduce", found.all_reduce)
+    monkeypatch.setattr(collectives.dist, "all_reduce", found.all_reduce)
     return found
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasdc.train import process as garbage
+from megasdc.train import process
 from megasdc.train.process import CollectionTimer, ManagedCollection
 
 
@@ -55,7 +55,7 @@ def test_what_was_built_is_not_looked_at():
 def test_seconds_of_collections(monkeypatch):
     """Every collection while the timer is open counts, from its start to its stop; taking starts anew."""
     clock = iter([10.0, 10.25, 20.0, 20.5])
-    monkeypatch.setattr(garbage.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(process.time, "perf_counter", lambda: next(clock))
     gc.disable()
     try:
         timer = CollectionTimer()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasdc.train import process as heap
+from megasdc.train import process
 
 PROGRAM = """
 import ctypes, resource, sys
@@ -62,11 +62,11 @@ def test_an_older_glibc_keeps_what_it_can(monkeypatch: pytest.MonkeyPatch) -> No
 
         def mallopt(name: int, value: int, largest: int = largest, taken: list[tuple[int, int]] = taken) -> int:
             taken.append((name, value))
-            return int(name == heap.M_TRIM_THRESHOLD or value <= largest)
+            return int(name == process.M_TRIM_THRESHOLD or value <= largest)
 
-        monkeypatch.setattr(heap.ctypes, "CDLL", lambda name, mallopt=mallopt: SimpleNamespace(mallopt=mallopt))
-        assert heap.keep_freed_memory({}) is kept
-        assert taken[-1] == (heap.M_MMAP_THRESHOLD, 2**25)
+        monkeypatch.setattr(process.ctypes, "CDLL", lambda name, mallopt=mallopt: SimpleNamespace(mallopt=mallopt))
+        assert process.keep_freed_memory({}) is kept
+        assert taken[-1] == (process.M_MMAP_THRESHOLD, 2**25)
 
 
 @pytest.mark.slow

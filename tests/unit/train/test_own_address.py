@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from megasdc.train import isolation as module
+from megasdc.train import isolation
 
 
 def address(monkeypatch: pytest.MonkeyPatch, first: str, *names: str) -> str:
     """Of the first of some hosts, whose name for itself is ``first``."""
     monkeypatch.setenv("MASTER_ADDR", first)
-    monkeypatch.setattr(module, "gather_objects", lambda _own, _group: list(names))
+    monkeypatch.setattr(isolation, "gather_objects", lambda _own, _group: list(names))
     run: Any = SimpleNamespace(dims=SimpleNamespace(rank=0), host_group=None)
-    return module.own_address(run)
+    return isolation.own_address(run)
 
 
 def test_a_name_that_means_the_host_itself_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from megasdc.common.run_lock import RECORD_FILE
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
-from tools.bench.checkpoints import recovery_faults as faults
+from tools.bench.checkpoints import recovery_faults
 from tools.bench.checkpoints.recovery_checks import (
     End,
     check_holdings,
@@ -183,11 +183,11 @@ def _run_drill(folder: Path, data: Path, layout: Layout, strike: Strike, right: 
     folder.mkdir()
     place = Place(folder, ranks, _per_host(layout) if kind.has_hosts else ranks)
     hosts = [f"host{number}" if kind.has_hosts else "" for number in range(place.num_hosts)]
-    run = faults.Run(place, folder / "disk" / "checkpoints", hosts, strike)
+    run = recovery_faults.Run(place, folder / "disk" / "checkpoints", hosts, strike)
     memory = {"interval": strike.interval, "partners": kind.has_hosts}
     with ExitStack() as stack:
         if kind.needs_disk:
-            stack.enter_context(faults.small_disk(folder / "disk"))
+            stack.enter_context(recovery_faults.small_disk(folder / "disk"))
         _config(place, data, layout, run.checkpoints, memory)
         pids: list[int] = []
         resumed, problems = list[Resumed](), list[str]()
@@ -201,20 +201,20 @@ def _run_drill(folder: Path, data: Path, layout: Layout, strike: Strike, right: 
     return Drill(strike, layout, tuple(resumed), tuple(problems), round(time.monotonic() - started, 1))
 
 
-def _starts(run: faults.Run, pids: list[int]) -> Iterator[tuple[Resumed | None, list[str]]]:
+def _starts(run: recovery_faults.Run, pids: list[int]) -> Iterator[tuple[Resumed | None, list[str]]]:
     """Start a run until it ends; yields how each start went on, and what was not right.
 
     Args:
         pids: receives the process ids of all ranks.
     """
-    place, kind, num_faults = run.place, KINDS[run.strike.kind], len(faults.FAULTS[run.strike.kind])
+    place, kind, num_faults = run.place, KINDS[run.strike.kind], len(recovery_faults.FAULTS[run.strike.kind])
     expected: Holdings | None = None
     before = 0
     for number in range(num_faults + 1 + MORE_STARTS):
         since, start = time.time(), Start(place, run.hosts)
         pids += [process.pid for process in start.processes]
         if number < num_faults:
-            faults.strike(run, start, number)
+            recovery_faults.strike(run, start, number)
         codes = start.wait(time.monotonic() + GIVE_UP_S)
         resumed = None if expected is None else resumed_from(place, since, before)
         problems = [] if resumed is None or expected is None else check_start(resumed, expected)

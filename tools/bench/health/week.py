@@ -21,7 +21,7 @@ import numpy as np
 from megasdc.common.origin import Origin
 from megasdc.ops.devices.readings import COUNTERS, DeviceHistory, DeviceReading
 from megasdc.ops.devices.rules import judge_device
-from megasdc.ops.health import agent as journal
+from megasdc.ops.health import agent
 from megasdc.ops.health.agent import MAX_LINES_BYTES, AgentLog
 from megasdc.ops.health.limits import Durations, keep_durations, load_durations, merged_counts
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
@@ -132,7 +132,7 @@ def journal_growth(folder: Path, seconds: int) -> Growth:
 
         return second
 
-    with patch.object(journal, "time", clock):
+    with patch.object(agent, "time", clock):
         return measure_growth("journal, seconds", seconds, make, (health / "node_00000.jsonl", MAX_LINES_BYTES))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.common import durable as room
+from megasdc.common import durable
 from megasdc.common.host import PAUSE_S
 from megasdc.common.origin import HostClock
 from megasdc.common.user_code import LIMIT_S, alert
@@ -29,7 +29,7 @@ from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 
 LOOK_S = 0.5
 """Seconds between two looks at the hosts."""
-PUBLISH_S = 10.0 + room.END_S + LIMIT_S
+PUBLISH_S = 10.0 + durable.END_S + LIMIT_S
 """Seconds for the file of an incident, also where it waits for room, and for the user's command."""
 Say = Callable[[str], None]
 
@@ -181,7 +181,7 @@ class HangMonitor:
 
     def _publish(self, conclusion: HangConclusion) -> None:
         try:
-            room.wait_for_room(conclusion.write, conclusion.path, self._say, at_most_s=room.END_S)
+            durable.wait_for_room(conclusion.write, conclusion.path, self._say, at_most_s=durable.END_S)
         except OSError as error:
             self._say(f"health: the incident could not be written: {error}")
         if problem := alert(self._alert_command, conclusion.path, conclusion.text):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megasdc
-from megasdc.common import versions as private_names
+from megasdc.common import versions
 from megasdc.common.errors import LaunchError
 from megasdc.common.versions import (
     LAUNCHER,
@@ -29,10 +29,10 @@ NOT_LIBRARIES = {"_exit", "_getframe", "_current_frames", "_checkpoint_offset"}
 @pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner.where.replace("deepspeed.runtime.", ""))
 def test_each_name_is_looked_for(owner, monkeypatch):
     """Without any one of the names of an owner the check says so."""
-    found = private_names.resolve(owner.where)
+    found = versions.resolve(owner.where)
     for name in owner.names:
         hidden = Hidden(found, name)
-        monkeypatch.setattr(private_names, "resolve", lambda where, hidden=hidden: hidden)
+        monkeypatch.setattr(versions, "resolve", lambda where, hidden=hidden: hidden)
         (problem,) = missing_names([NameOwner(owner.where, owner.needed_by, (name,))])
         assert name in problem and owner.needed_by in problem
     monkeypatch.undo()

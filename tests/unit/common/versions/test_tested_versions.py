@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common import versions as installed
+from megasdc.common import versions
 from megasdc.common import versions as tested
 from megasdc.common.errors import LaunchError
 from megasdc.common.versions import (
@@ -32,9 +32,9 @@ GPU = Combination("3.12.1", "2.12.0", "0.19.8", "0.19.2", RUN_ON_GPU, "all", "20
 def two_combinations(monkeypatch, request):
     """Most tests have a list of their own."""
     if "real_list" not in request.fixturenames:
-        for module in (tested, installed):
+        for module in (tested, versions):
             monkeypatch.setattr(module, "COMBINATIONS", (CPU, GPU))
-    monkeypatch.delenv(installed.ANY_VARIABLE, raising=False)
+    monkeypatch.delenv(versions.ANY_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_was_run_gives_no_warning():
 def test_unit_tests_alone_count_as_not_run(monkeypatch):
     """A combination of the list with which nothing was trained is warned of, and not offered as one that was run."""
     alone = Combination("3.13.0", "2.11.0", "0.19.4", "0.17.1", NOT_RUN, "unit tests alone", "2026-01-01")
-    for module in (tested, installed):
+    for module in (tested, versions):
         monkeypatch.setattr(module, "COMBINATIONS", (CPU, alone))
     text = untested_versions(alone.versions, on_gpu=False)
     assert "were not run together (Python 3.13.0, PyTorch 2.11.0" in text

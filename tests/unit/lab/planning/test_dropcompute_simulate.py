@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app, main
 from megasdc.dropcompute.threshold import DropRule, search_threshold
-from megasdc.lab.planning import simulate as module
+from megasdc.lab.planning import simulate
 from megasdc.lab.planning.environment import DelayEnvironment, parse_delay
 from megasdc.lab.planning.simulate import Simulation, simulate_thresholds
 
@@ -49,7 +49,7 @@ def test_samples_and_formulas_side_by_side() -> None:
 @pytest.mark.parametrize("stages", [1, 3])
 def test_pieces_are_the_whole(monkeypatch, rule: DropRule, stages: int) -> None:
     """In pieces of few replicas: the curve that the search finds on all latencies at once, and their moments."""
-    monkeypatch.setattr(module, "_CHUNK", 7 * 4 * stages)
+    monkeypatch.setattr(simulate, "_CHUNK", 7 * 4 * stages)
     result = simulate_thresholds(Simulation(150, 4, stages, 0.3, 0.2, steps=5, rule=rule), PAPER, quiet)
     whole = np.stack([PAPER.draw(step, 0, 150, 4, stages) for step in range(1, 6)], axis=1)
     found = search_threshold(whole, 0.3, 0.2, rule)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli import app
 from megasdc.lab.report.run_pages.command import write_report
-from megasdc.lab.report.run_pages.figures import goodput as figures
+from megasdc.lab.report.run_pages.figures import goodput
 from megasdc.lab.report.run_pages.run_page import goodput_section
 from megasdc.ops.run_folder.summary import render, summarize_run
 from megasdc.ops.supervise.goodput import PARTS, goodput_of
@@ -101,7 +101,7 @@ def test_the_page_has_a_row_an_attempt_and_all_parts(tmp_path: Path, monkeypatch
 
 def test_only_the_last_attempts_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caption says so; the file of the figure has all of them."""
-    monkeypatch.setattr(figures, "MAX_ATTEMPTS", 1)
+    monkeypatch.setattr(goodput, "MAX_ATTEMPTS", 1)
     found = goodput_of(supervised(tmp_path / "run", monkeypatch), 1e9)
     assert found is not None
     timeline = goodput_section(found).figures[1]

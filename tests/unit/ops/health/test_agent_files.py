@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from megasdc.ops.health import agent as background
+from megasdc.ops.health import agent, shared_folder_heartbeat
 from megasdc.ops.health import agent as journal
-from megasdc.ops.health import shared_folder_heartbeat
 from megasdc.ops.health.agent import AgentLog, RetryingWorker
 from megasdc.ops.health.shared_folder_heartbeat import OwnState, SharedFolderHeartbeat
 
@@ -141,7 +140,7 @@ def test_a_journal_of_a_week_stays_small(
 
 def test_work_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is tried again, and its error is known; closing waits no longer than it may."""
-    monkeypatch.setattr(background, "POLL_S", 0.01)
+    monkeypatch.setattr(agent, "POLL_S", 0.01)
     called, release = threading.Event(), threading.Event()
     rounds: list[int] = []
 
@@ -164,7 +163,7 @@ def test_work_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_done_once_is_tried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """An incident is written once the disk has room again; an error that nobody expects ends no thread."""
-    monkeypatch.setattr(background, "POLL_S", 0.01)
+    monkeypatch.setattr(agent, "POLL_S", 0.01)
     errors: list[Exception] = [OSError("no room"), RuntimeError("odd")]
     done = threading.Event()
 

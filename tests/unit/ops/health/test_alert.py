@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasdc.common import user_code as alert_module
+from megasdc.common import user_code
 from megasdc.common.user_code import alert
 from megasdc.ops.health import incident as incident_module
 from megasdc.ops.health.front.server import HangMonitor
@@ -62,7 +62,7 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, incident: Path
 ) -> None:
     """At the time limit, which is what the caller waits at most."""
-    monkeypatch.setattr(alert_module, "LIMIT_S", 0.5)
+    monkeypatch.setattr(user_code, "LIMIT_S", 0.5)
     began = time.monotonic()
     told = alert(["sh", "-c", f"sleep 600 & echo $! >{tmp_path}/child; wait"], incident, "{}")
     assert "did not end within" in told and time.monotonic() - began < 60
@@ -78,8 +78,8 @@ def test_a_command_that_does_not_end_though_it_was_killed_is_given_up(
 ) -> None:
     """As one that waits for a disk: who alerts ends a run, and must not wait for it."""
     killed, killpg = list[int](), os.killpg
-    monkeypatch.setattr(alert_module, "LIMIT_S", 0.1)
-    monkeypatch.setattr(alert_module, "KILLED_S", 0.1)
+    monkeypatch.setattr(user_code, "LIMIT_S", 0.1)
+    monkeypatch.setattr(user_code, "KILLED_S", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "killpg", lambda group, number: killed.append(group))
         told = alert(["sleep", "30"], incident, "{}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.ops.health import watched as sockets
+from megasdc.ops.health import watched
 from megasdc.ops.health.watched import Connection, connections, silent_peers
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode"
@@ -35,7 +35,7 @@ def test_overdue_data_of_this_process_to_other_hosts_count(tmp_path: Path, monke
     (tmp_path / "fd" / "3").symlink_to("socket:[111]")
     (tmp_path / "net" / "tcp").write_text("\n".join((HEAD, *LINES)) + "\n")
     (tmp_path / "net" / "tcp6").write_text("\n".join((HEAD, LINE_6)) + "\n")
-    monkeypatch.setattr(sockets, "Path", lambda path: tmp_path / str(path).removeprefix("/proc/7/"))
+    monkeypatch.setattr(watched, "Path", lambda path: tmp_path / str(path).removeprefix("/proc/7/"))
     found = connections(7)
     assert found == [
         Connection("10.0.0.11", "10.0.0.12", 5),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common import host as memory_limits
+from megasdc.common import host
 from megasdc.common.host import MemoryKill
 from megasdc.ops.launch.records import parse_records
 
@@ -213,7 +213,7 @@ except Exception as error:
 @pytest.fixture
 def small_cgroup(tmp_path: Path) -> Iterator[Path]:
     """A real memory cgroup below this process's own, with a limit; skipped where this user may make none."""
-    for folder, is_second in memory_limits._folders(memory_limits.PROC, memory_limits.CGROUPS):
+    for folder, is_second in host._folders(host.PROC, host.CGROUPS):
         own = folder / f"megasdc-test-{tmp_path.name}-{os.getpid()}"
         try:
             own.mkdir()

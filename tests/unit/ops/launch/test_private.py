@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.cli import run as command
+from megasdc.cli import run
 from megasdc.common.errors import LaunchError
 from megasdc.ops.launch import front
 from megasdc.ops.launch.hosts import Placement
@@ -99,8 +99,8 @@ def test_a_launch_that_is_stopped_undoes_what_it_has_done(
 
     monkeypatch.setattr(front, "launch_run", launched)
     before = signal.getsignal(number)
-    with pytest.raises((SystemExit, command.typer.Exit)) as exit_:
-        command.launch(command.LaunchOptions(Path("x.json")))
+    with pytest.raises((SystemExit, run.typer.Exit)) as exit_:
+        run.launch(run.LaunchOptions(Path("x.json")))
     code = getattr(exit_.value, "exit_code", getattr(exit_.value, "code", None))
     assert (code, undone) == (79 if has_verdict else 128 + number, [True])
     assert signal.getsignal(number) is before

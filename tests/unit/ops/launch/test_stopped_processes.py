@@ -42,7 +42,7 @@ from megasdc.ops.launch.records import (
 )
 from megasdc.ops.launch.remote import Transport
 from megasdc.ops.launch.supervision import FailureWatch, StoppedProcesses, wait_for_ranks
-from megasdc.ops.supervise import launch_backend as engine_module
+from megasdc.ops.supervise import launch_backend
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.history import LaunchProcess
 from megasdc.ops.supervise.launch_backend import LaunchBackend
@@ -121,7 +121,7 @@ def test_a_stopped_front_is_woken_by_its_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It counted as one that runs, for ever."""
-    monkeypatch.setattr(engine_module, "STOPPED_S", 0.05)
+    monkeypatch.setattr(launch_backend, "STOPPED_S", 0.05)
     nothing: Any = None
     engine = LaunchBackend(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})
     with stopped() as process:
@@ -137,7 +137,7 @@ def test_a_front_that_waits_for_a_disk_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in swap death (state D): it is killed, and where even that does not end it, the run goes on without it."""
-    monkeypatch.setattr(engine_module, "DISK_S", 0.2)
+    monkeypatch.setattr(launch_backend, "DISK_S", 0.2)
     nothing: Any = None
     for kills in (True, False):
         engine = LaunchBackend(tmp_path, 1, [], 0, nothing, Allocation("hosts", {}), {})

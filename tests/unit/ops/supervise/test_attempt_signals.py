@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.common import durable as room
+from megasdc.common import durable
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.ops.launch.front import LaunchResult
 from megasdc.ops.launch.records import write_done
@@ -111,7 +111,7 @@ def test_a_signal_after_the_ranks_have_ended_does_not_hide_how(tmp_path: Path, m
     try:
         assert attempt_process.main() == 0 and len(tries) == 2
     finally:
-        room.end_waits_when(bool)
+        durable.end_waits_when(bool)
     assert signal.getsignal(signal.SIGTERM) == before
     found = attempt_process.load_result(result)
     assert found is not None and (found.exit_code, found.stopped_by, found.lines) == (0, None, done.lines)

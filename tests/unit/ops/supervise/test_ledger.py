@@ -12,7 +12,7 @@ import pytest
 
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import open_lock_file
-from megasdc.ops.supervise import host_reliability_log as ledger_module
+from megasdc.ops.supervise import host_reliability_log
 from megasdc.ops.supervise.command import _suspect
 from megasdc.ops.supervise.history import HOSTS, JournalHistory
 from megasdc.ops.supervise.host_reliability_log import DAY_S, HostReliabilityLog, HostUsage, judge_host
@@ -99,7 +99,7 @@ def test_a_supervisor_that_stands_still_in_the_ledger_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the other was told is added once the file is free."""
-    monkeypatch.setattr(ledger_module, "LOCK_S", 0.1)
+    monkeypatch.setattr(host_reliability_log, "LOCK_S", 0.1)
     ledger = HostReliabilityLog(tmp_path / "ledger.jsonl")
     with open_lock_file(tmp_path / ".ledger.jsonl.lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX)

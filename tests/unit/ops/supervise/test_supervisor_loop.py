@@ -20,7 +20,7 @@ from threading import Event, Timer
 
 import pytest
 
-from megasdc.common import durable as room
+from megasdc.common import durable
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.run_lock import start_ticks
 from megasdc.ops.launch.launch_verdict import Met
@@ -382,10 +382,10 @@ def test_a_request_to_stop_is_heard_while_the_journal_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt is asked to save and end, and then the supervisor ends; with room the next one finds out how."""
-    monkeypatch.setattr(room, "END_S", 0.5)
-    monkeypatch.setattr(room._process, "limit_s", 15.0)
+    monkeypatch.setattr(durable, "END_S", 0.5)
+    monkeypatch.setattr(durable._process, "limit_s", 15.0)
     engine, stop, append = SmallProcesses(tmp_path, [(0, None, (), STEPS)], seconds=60.0), Event(), Journal._append
-    room.end_waits_when(stop.is_set)
+    durable.end_waits_when(stop.is_set)
     with Journal(tmp_path, lambda line: None) as journal:
         journal.write("hosts", slots=SLOTS, num_hosts=2)
         journal.write("opened", config="c.json")
@@ -403,7 +403,7 @@ def test_a_request_to_stop_is_heard_while_the_journal_waits_for_room(
             Supervisor(journal, engine, SmallTests(), limits, hosts, stop, lambda line: None).run()
         assert time.monotonic() - began < 10.0 and engine.stopped
         assert not any(engine.lives(LaunchProcess(child.pid, 1)) for child in engine._children)
-    room.end_waits_when(bool)
+    durable.end_waits_when(bool)
     monkeypatch.undo()
     assert supervise(tmp_path, engine) == 0 and len(engine.started) == 1
 
@@ -717,15 +717,15 @@ def test_a_run_without_hosts_and_room_does_not_wait_for_ever(tmp_path: Path, mon
         journal.write("hosts", slots={"z": 1, "b": 1}, num_hosts=2)
         journal.write("opened", config="c.json")
         journal.write("tested", host="b", exit_code=71, text="b: no data")
-        monkeypatch.setattr(room, "probe", full)
-        monkeypatch.setattr(room._process, "limit_s", 1.0)
+        monkeypatch.setattr(durable, "probe", full)
+        monkeypatch.setattr(durable._process, "limit_s", 1.0)
         Timer(6.0, stop.set).start()
         hosts, limits = Allocation("hosts", {"z": 1, "b": 1}), RestartLimits(pause_s=0.01, retest_s=3600.0)
         supervisor = Supervisor(journal, engine, SmallTests(), limits, hosts, stop, lambda line: None)
         with pytest.raises(StorageError, match="has had no room for") as caught:
             supervisor.run()
     assert caught.value.no_room and not engine.started
-    room._process.since.clear()
+    durable._process.since.clear()
 
 
 def test_a_run_whose_folder_is_full_again_and_again_ends(tmp_path: Path) -> None:
