@@ -75,11 +75,9 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
 
 
 def _follow(parent: int) -> None:
-    """Leave signals to the rank, run only where a processor is idle, and end when the rank ends."""
+    """Leave signals to the rank, and end when the rank ends."""
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(one, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)

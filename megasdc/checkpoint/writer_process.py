@@ -350,8 +350,7 @@ class WriterProcess:
     def hurry(self) -> None:
         """Raise the writer from idle to normal scheduling priority, because something waits for it."""
         if self._process is not None:
-            with contextlib.suppress(OSError):  # it has ended, or the system does not allow it
-                os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
+            _schedule(self._process.pid, os.SCHED_OTHER)
 
     def _start(self) -> None:
         here, there = socket.socketpair()
@@ -361,6 +360,7 @@ class WriterProcess:
             self._process = subprocess.Popen(
                 command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
             )
+            _schedule(self._process.pid, os.SCHED_IDLE)  # from here: the writer itself might do so after ``hurry``
         self._pipe, self._tasks = Connection(here.detach()), SimpleQueue()
         self._sender = threading.Thread(target=_pass_on, args=(self._tasks, self._pipe), name="writer", daemon=True)
         self._sender.start()
@@ -400,6 +400,11 @@ class WriterProcess:
             self._sender.join()
             self._pipe.close()
         self._process = self._pipe = None
+
+
+def _schedule(pid: int, policy: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended, or the system does not allow it
+        os.sched_setscheduler(pid, policy, os.sched_param(0))
 
 
 def _pass_on(tasks: SimpleQueue[Task | None], pipe: Connection) -> None:

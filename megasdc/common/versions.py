@@ -441,8 +441,8 @@ OWNERS = (
     NameOwner("torch._utils", "the same", names=("_rebuild_tensor_v2", "_rebuild_parameter")),
     NameOwner(
         "torch.distributed.distributed_c10d",
-        "timeouts of process groups",
-        names=("_set_pg_timeout", "_world"),
+        "timeouts and network threads of process groups",
+        names=("_set_pg_timeout", "_world", "ProcessGroupGloo"),
     ),
     NameOwner(
         "torch.distributed.distributed_c10d:ProcessGroup",
@@ -452,7 +452,14 @@ OWNERS = (
     NameOwner("torch._C._distributed_c10d", "the cause of a hang (`health`)", names=("_dump_fr_trace_json",)),
     NameOwner("torch.distributed.distributed_c10d:_world", "the same", names=("pg_group_ranks", "pg_map", "pg_names")),
     NameOwner("torch.distributed:ProcessGroup", "the same", names=("_get_sequence_number_for_group",)),
-    NameOwner("torch.distributed:ProcessGroupGloo._Options", "timeouts of process groups", names=("_timeout",)),
+    NameOwner(
+        "torch.distributed:ProcessGroupGloo._Options",
+        "timeouts and network threads of process groups",
+        names=("_timeout", "_devices", "_threads"),
+    ),
+    NameOwner(
+        "torch.distributed:ProcessGroupGloo", "network threads of process groups", names=("create_default_device",)
+    ),
     NameOwner(
         "torch.distributed:ProcessGroupGloo",
         "`megasdc stress`",

@@ -449,8 +449,9 @@ def _rank_main(
         if init:
             import deepspeed
 
-            from megasdc.parallel.groups import without_inference_operator
+            from megasdc.parallel.groups import share_network_thread, without_inference_operator
 
+            share_network_thread()
             with without_inference_operator():
                 deepspeed.init_distributed("gloo", verbose=False)
         message = ("result", fn(*args, **kwargs), time.time())

@@ -1,4 +1,4 @@
-"""``python -m megasdc.ops.archive.background``: push one checkpoint of a run beside its training, at idle priority.
+"""``python -m megasdc.ops.archive.background``: push one checkpoint of a run beside its training.
 
 Prints one line of JSON at its end: the report of the push, or ``error`` and ``exit_code``.
 """
@@ -6,7 +6,6 @@ Prints one line of JSON at its end: the report of the push, or ``error`` and ``e
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import json
 import os
@@ -24,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Push, and prune where that is asked for; returns the exit code."""
     options = _parse(arguments)
-    lower_priority(options.parent)
+    _end_with(options.parent)
     from megasdc.ops.archive.prune import prune_archive  # only now: importing PyTorch takes seconds of a processor
     from megasdc.ops.archive.push import push_checkpoint
 
@@ -48,16 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def lower_priority(parent: int) -> None:
-    """Run only when nothing else wants the processor or the disk, and end with the parent process."""
-    import psutil
-
+def _end_with(parent: int) -> None:
+    """End when the parent process ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # what is stored is found by the next push
     if os.getppid() != parent:
         sys.exit(128 + signal.SIGKILL)
-    with contextlib.suppress(OSError, psutil.AccessDenied):  # a container may not allow it: then it competes
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

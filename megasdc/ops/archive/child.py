@@ -11,11 +11,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megasdc.checkpoint.files import held_for_reading
 
 
 class PushProcess:
     """A push in a process of its own, which stop signals of the run's process group do not reach.
+
+    It gets the processor and the disk when nothing else wants them, until somebody waits for it.
 
     Args:
         checkpoint: its folder.
@@ -39,6 +43,7 @@ class PushProcess:
                 start_new_session=True,
                 pass_fds=(held,),
             )
+        self._schedule(os.SCHED_IDLE, psutil.IOPRIO_CLASS_IDLE)
 
     def answer(self) -> dict[str, Any] | None:
         """The report of the push or its error; None: it goes on. Not to be called again after an answer."""
@@ -57,15 +62,17 @@ class PushProcess:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until it ends, for so long at most; it competes for processor and disk meanwhile, and from then on."""
-        import psutil
-
-        with contextlib.suppress(OSError, psutil.Error):  # it has ended, or a container does not allow it
-            os.sched_setscheduler(self._process.pid, os.SCHED_OTHER, os.sched_param(0))
-            psutil.Process(self._process.pid).ionice(psutil.IOPRIO_CLASS_NONE)
+        self._schedule(os.SCHED_OTHER, psutil.IOPRIO_CLASS_NONE)
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return
+
+    def _schedule(self, policy: int, disk: int) -> None:
+        """Set its priorities from here: if it set them itself, it might do so after somebody began to wait for it."""
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended, or a container does not allow it
+            os.sched_setscheduler(self._process.pid, policy, os.sched_param(0))
+            psutil.Process(self._process.pid).ionice(disk)
 
     def kill(self) -> None:
         """End it; what it stored is found by the next push."""

@@ -68,3 +68,7 @@ def test_a_writer_runs_where_a_processor_is_idle_until_something_waits_for_it(
     os.kill(writer.pid, signal.SIGKILL)
     _answer(writer)
     writer.hurry()  # one that has ended cannot
+    writer.start()
+    writer.hurry()  # one that does not listen yet, which must not make itself idle later
+    assert writer.ask(Act({tmp_path / "other": "text"})).problem == ""
+    assert writer.pid is not None and os.sched_getscheduler(writer.pid) == os.SCHED_OTHER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -186,7 +187,14 @@ def test_an_error_of_any_kind_is_an_answer(tmp_path: Path) -> None:
     """A push that ends without a line of JSON, as after an import that fails."""
     path = write_checkpoint(tmp_path / "checkpoints", 2)
     process = PushProcess(path, str(tmp_path / "archive"), "no/name", 0)
-    process.wait(60)
+    assert os.sched_getscheduler(process._process.pid) == os.SCHED_IDLE
+    process.wait(0.0)  # before it has begun to do anything: it must not make itself idle later
+    seen = set()
+    while process._process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            seen.add(os.sched_getscheduler(process._process.pid))
+        time.sleep(0.02)
+    assert seen == {os.SCHED_OTHER}
     answer = process.answer()
     assert answer is not None and answer["exit_code"] == 70 and "the id of a run" in answer["error"]
 
