@@ -13,6 +13,7 @@ from tools.bench.isolation.options import IsolationOptions
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 
+@pytest.mark.full
 def test_a_sample() -> None:
     """Each wrong replica is left out, a clean run leaves nobody out, all ends are right; the counts add up."""
     result = bench_isolation(IsolationOptions(drills=3, kinds="clean,compute,weights", layouts="1x1x3"))

@@ -87,7 +87,9 @@ CORRECTED = {"bias_corrected": True, "floor": 1e-10}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"), [("fp32", {}), ("bf16", {}), ("fp32", PUBLISHED), ("fp32", CORRECTED)], ids=str
+    ("optimizer", "options"),
+    [("fp32", {}), ("bf16", {}), pytest.param("fp32", PUBLISHED, marks=pytest.mark.full), ("fp32", CORRECTED)],
+    ids=str,
 )
 def test_shards_of_eight_ranks_step_as_one_rank_would(
     tmp_path: Path, data: Path, optimizer: str, options: dict[str, Any]

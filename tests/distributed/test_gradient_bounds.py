@@ -94,7 +94,7 @@ def _change(folder: Path, name: str) -> float:
     return float(difference.norm() / clean.norm())
 
 
-@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_an_outlier_moves_nothing_but_its_own_element(tmp_path: Path, data: Path, optimizer: str) -> None:
     """With a bound before the norm the other updates of the step stay; without one they are destroyed."""
     common = {**OPTIMIZERS[optimizer], "checkpoint__interval": 1, "training__steps": 3}
@@ -112,7 +112,7 @@ def test_an_outlier_moves_nothing_but_its_own_element(tmp_path: Path, data: Path
     assert _change(tmp_path, "unbounded") > 0.1
 
 
-@pytest.mark.parametrize("optimizer", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_all_ranks_skip_a_step_together(tmp_path: Path, data: Path, optimizer: str) -> None:
     """NaN in the shard of one rank of one stage: no rank takes the step, and its place is told."""
     layout = {"parallel__tensor": 2, "parallel__pipeline": 2}

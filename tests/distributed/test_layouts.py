@@ -20,12 +20,14 @@ CASES = {
     "llama_bf16": (LLAMA, {"precision": "bf16"}, 1e-2),
 }
 PAIRS = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
+FULL = [("gpt_fp32", (2, 2, 1)), *(("llama_bf16", layout) for layout in PAIRS)]
+"""Layouts that others in every test run are made of; part of the full campaign."""
 AGREEMENTS = [
     pytest.param(
         case,
         layout,
         id=f"{case}-{'x'.join(map(str, layout))}",
-        marks=[pytest.mark.full] if case == "llama_bf16" and layout in PAIRS else [],
+        marks=[pytest.mark.full] if (case, layout) in FULL else [],
     )
     for case, layout in itertools.product(CASES, LAYOUTS)
 ]
@@ -106,8 +108,16 @@ def _feature_reference(feature: str) -> Any:
     return run_distributed(_feature_losses, 1, model, 1, 1, without, masked)[0]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence_parallel"])
-@pytest.mark.parametrize("feature", FEATURES)
+IN_EVERY_RUN = [("dropout_recompute", False), *((feature, True) for feature in FEATURES if feature != "dropout")]
+
+
+@pytest.mark.parametrize(
+    ("feature", "sequence_parallel"),
+    [
+        pytest.param(feature, sequence, marks=[] if (feature, sequence) in IN_EVERY_RUN else [pytest.mark.full])
+        for feature, sequence in itertools.product(FEATURES, (False, True))
+    ],
+)
 def test_features_do_not_depend_on_the_layout(feature: str, sequence_parallel: bool) -> None:
     """Dropout, recompute, masked tokens and sequence parallelism at 2x2x2 agree with one rank without them."""
     model, options, masked = FEATURES[feature]

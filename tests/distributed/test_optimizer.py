@@ -100,15 +100,21 @@ def _oracle(
     return history
 
 
-CASES = [
+KINDS = [
     ("fp32", "fp32", "DeepSpeedZeroOptimizer"),
     ("bf16", "fp32", "BF16_Optimizer"),
     ("bf16", "bf16", "DeepSpeedZeroOptimizer"),
 ]
+LAYOUTS = [((1, 1, 2), GPT), ((2, 2, 2), GPT), ((2, 1, 1), LLAMA)]
+CASES = [
+    pytest.param(*layout, *kind, marks=[pytest.mark.full] if layout[0] == (2, 2, 2) and kind[0] == "bf16" else [])
+    for kind in KINDS
+    for layout in LAYOUTS
+]
+"""Kinds of optimizers in layouts; eight ranks with each kind are part of the full campaign."""
 
 
-@pytest.mark.parametrize(("layout", "model"), [((1, 1, 2), GPT), ((2, 2, 2), GPT), ((2, 1, 1), LLAMA)])
-@pytest.mark.parametrize(("precision", "grad_accum", "kind"), CASES)
+@pytest.mark.parametrize(("layout", "model", "precision", "grad_accum", "kind"), CASES)
 def test_steps_equal_torch_adamw(
     precision: str, grad_accum: str, kind: str, layout: tuple[int, int, int], model: dict[str, Any]
 ) -> None:

@@ -40,7 +40,7 @@ ALL: dict[str, Any] = {
     "changes",
     [
         {"parallel__pipeline": 2, "deepspeed__bf16": {"enabled": True}, "model": MODELS["llama"]},
-        {"parallel__pipeline": 2, "parallel__tensor": 2},
+        pytest.param({"parallel__pipeline": 2, "parallel__tensor": 2}, marks=pytest.mark.full),
         ALL,
     ],
     ids=["pp2_bf16_llama", "tp2_pp2", "everything_tp2_recompute"],
