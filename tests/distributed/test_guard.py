@@ -121,8 +121,11 @@ def test_replicas_on_unlike_hardware_accuse_nobody(tmp_path: Path) -> None:
 
 
 def test_a_trainer_is_guarded_too(tmp_path: Path) -> None:
-    """Of Hugging Face, in a sample of `python -m tools.bench guard`; the counts add up."""
-    result = bench_guard(GuardOptions(trainings=2, names="trainer"))
+    """Of Hugging Face, in a sample of `python -m tools.bench guard`; the counts add up, also when it goes on."""
+    options, log = GuardOptions(trainings=2, names="trainer"), tmp_path / "log"
+    result = bench_guard(options, log)
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]) + '{"case"')  # ended while it wrote
+    assert bench_guard(options, log).trainings == result.trainings
     assert [one.problems for one in result.trainings] == [(), ()] and result.passed
     assert [(one.case.kind, one.audits) for one in result.trainings] == [("clean", 4), ("persistent", 1)]
     assert [one.verdicts for one in result.trainings] == [(), ("persistent",)]

@@ -182,7 +182,7 @@ def test_a_log_of_runs_goes_on_and_is_of_one_campaign(tmp_path: Path) -> None:
         file.write('{"setting"')
     again = CampaignLog(path, SMALL, DropRun)
     again.add(_run(Setting(0.1), 2, 6.0))
-    assert [(one.setting, one.seed, one.loss) for one in CampaignLog(path, SMALL, DropRun).runs] == [
+    assert [(one.setting, one.seed, one.loss) for one in CampaignLog(path, SMALL, DropRun).outcomes] == [
         (run.setting, 2, 5.0),
         (Setting(0.1), 2, 6.0),
     ]

@@ -42,7 +42,9 @@ class CampaignResult(Result):
         return {name: self._count(found) for name, found in grouped(self.faulty, key).items()}
 
     def _count(self, trials: Sequence[Any]) -> Counter[str]:
-        return Counter({name: sum(map(is_counted, trials)) for name, (_, is_counted) in self.counted.items()})
+        return Counter(
+            {name: sum(bool(is_counted(one)) for one in trials) for name, (_, is_counted) in self.counted.items()}
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """See ``Result``; with counts by each grouping."""
