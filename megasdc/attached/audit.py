@@ -264,8 +264,7 @@ class GuardAudit(Protection):
         to_sdc, asks = partial(tell, "sdc"), sdc.referee
         self._findings = AuditFindings(dims, world, sdc.repeats, referee, to_sdc, asks=asks, sums=True)
         self._places = PermutableOps(dims, world, tell) if settings.audit.permuted else None
-        threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
-        self._comparable = find_comparable(training, {**machine_key(), **threads})
+        self._comparable = find_comparable(training, machine_key())
         """Positions (pp_rank, tp_rank) of which all replicas have the same hardware and versions."""
 
     def close(self) -> None:

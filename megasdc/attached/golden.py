@@ -21,12 +21,12 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
@@ -38,15 +38,15 @@ from megasdc.attached.record import ROOT, ResultRecorder, Watched
 from megasdc.attached.settings import existing, recording_problems
 from megasdc.attached.training import Protection, Training
 from megasdc.checkpoint.allowlist import refuse_compressed
-from megasdc.common.errors import CheckpointError, ConfigError, MegasdcError, StorageError, TraceError
+from megasdc.common.errors import CheckpointError, ConfigError, StorageError, TraceError
 from megasdc.parallel.collectives import gather_objects, gather_objects_on
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.golden import (
-    GoldenAnswer,
     GoldenRun,
+    ask_ranks,
     compare_run,
-    judge_replicas,
+    describe_differences,
     key_differences,
     machine_key,
     read_members,
@@ -55,6 +55,7 @@ from megasdc.sdc.golden import (
     trace_to_bytes,
     write_sealed,
 )
+from megasdc.sdc.host import on_all_ranks
 from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.tensors.nested import map_in
@@ -93,16 +94,13 @@ def key_of(model: nn.Module, watched: Sequence[Watched], **settings: Any) -> dic
     Args:
         settings: properties of the training.
     """
-    kernels: dict[str, Any] = {"threads": torch.get_num_threads()}
-    if torch.cuda.is_available():
-        found = torch.backends.cuda
-        attention = found.flash_sdp_enabled(), found.mem_efficient_sdp_enabled(), found.cudnn_sdp_enabled()
-        kernels = {"attention_kernels": attention}
+    cuda = torch.backends.cuda
+    kernels = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
     configured: Any = getattr(model, "config", None)
     options = configured.to_dict() if hasattr(configured, "to_dict") else {}
     key: dict[str, Any] = {
         **machine_key(),
-        **kernels,
+        "attention_kernels": kernels if torch.cuda.is_available() else None,
         **settings,
         "transformers": metadata.version("transformers") if "transformers" in sys.modules else None,
         "attention": getattr(configured, "_attn_implementation", None),
@@ -233,12 +231,11 @@ def load_golden_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> 
     about = parts.get(name, next(iter(parts.values())))
     differences = key_differences(about["key"], key)  # of another layout the keys differ, too
     if differences:
-        first = sorted(differences, key=lambda one: one.startswith(_OF_MODEL))
-        said = [f"{one}: golden {differences[one][0]!r}, here {differences[one][1]!r}" for one in first]
-        more = f"; and {len(said) - LARGEST_LIST} more" if len(said) > LARGEST_LIST else ""
+        ordered = dict(sorted(differences.items(), key=lambda one: one[0].startswith(_OF_MODEL)))
+        text = describe_differences(ordered, LARGEST_LIST)
         raise TraceError(
-            f"golden.path: {path} does not hold for this training: {'; '.join(said[:LARGEST_LIST])}{more}. Train as it "
-            "was recorded, record another file by golden.record true, or set golden.path to null"
+            f"golden.path: {path} does not hold for this training: {text}. Train as it was recorded, record another "
+            "file by golden.record true, or set golden.path to null"
         )
     found = read_members(path, header, [f"{name}.batch", f"{name}.arrow"])
     try:
@@ -315,7 +312,6 @@ def _spread(salt: int, start: int, stop: int, device: torch.device) -> Tensor:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 STEP = 1
 """Step in the addresses of golden traces, whatever the step of training."""
 GAPS = ("results of submodules that sum over tensor ranks",)
@@ -350,7 +346,7 @@ class GuardGolden(Protection):
         self._key: dict[str, Any] = {}
         self._part: GoldenPart | None = None
         try:
-            self._part = self._together(self._begin)
+            self._part = on_all_ranks(self._training, self._begin)
         except BaseException:
             self._probe.close()
             raise
@@ -404,7 +400,7 @@ class GuardGolden(Protection):
 
     def _record(self, step: int) -> None:
         began = time.monotonic()
-        own = self._together(lambda: self._own_part(step))
+        own = on_all_ranks(self._training, lambda: self._own_part(step))
         digests = gather_objects(trace_digest(own.trace), self._world)
         others = [rank for rank, one in enumerate(digests) if one != digests[self._dims.at(rank).first_replica_rank]]
         if others:
@@ -412,9 +408,10 @@ class GuardGolden(Protection):
                 f"golden.record: rank {others[0]} computes other than the first replica: this hardware cannot be "
                 "trusted. Set golden.path to null; an audit says which rank is wrong"
             )
-        packed = self._together(lambda: pack(own) if self._dims.dp_rank == 0 else None)
+        packed = on_all_ranks(self._training, lambda: pack(own) if self._dims.dp_rank == 0 else None)
         parts = self._gather_parts(packed)
-        self._together(lambda: save_parts(self._path, self._training.algorithm.name, parts) if parts else None)
+        name = self._training.algorithm.name
+        on_all_ranks(self._training, lambda: save_parts(self._path, name, parts) if parts else None)
         seconds = round(time.monotonic() - began, 3)
         self._emit("golden", "recorded", step=step, path=str(self._path), results=len(own.trace), seconds=seconds)
         if self._dims.rank == 0:
@@ -444,25 +441,13 @@ class GuardGolden(Protection):
     # --- verification ---------------------------------------------------------------------------------------------
 
     def _verify(self, step: int) -> Iterable[Finding]:
-        began = time.monotonic()
-        runs = [[one] for one in self._run_all()]
-        if any(one.finding.key for of_rank in runs for one in of_rank):
-            for _ in range(self._repeats):
-                runs = [[*old, new] for old, new in zip(runs, self._run_all(), strict=True)]
         gaps = GAPS if self._dims.tensor > 1 else ()
-        judged = [
-            judge_replicas([of_rank[number].finding for of_rank in runs], self._cells, gaps)
-            for number in range(len(runs[0]))
-        ]
-        answer = GoldenAnswer(runs, 1, judged, time.monotonic() - began)
-        rulings = answer.rulings(step, self._training.suspects.ranks)
-        name, compared = ("differs" if rulings else "agreed"), answer.compared
+        answer = ask_ranks(self._training, lambda: [self._run()], self._cells, gaps, self._repeats)
+        found = answer.finding(step, self._training.suspects.ranks)
+        name, compared = ("differs" if found else "agreed"), answer.compared
         self._emit("golden", name, step=step, compared=compared, seconds=round(answer.seconds, 3))
-        if rulings:
-            yield Finding("golden", None, rulings, compared, answer.counts)
-
-    def _run_all(self) -> list[GoldenRun]:
-        return gather_objects(self._together(self._run), self._world)
+        if found:
+            yield found
 
     def _run(self) -> GoldenRun:
         assert self._part is not None, "it was read when the guard was attached"
@@ -480,17 +465,3 @@ class GuardGolden(Protection):
                 "golden.path to null"
             )
         return compare_run(wanted, got, self._cells)
-
-    def _together(self, action: Callable[[], T]) -> T:
-        """Result of an action; an error on one rank is raised on all, so that none waits for it."""
-        found: list[T] = []
-        problem: tuple[type[MegasdcError], str] | None = None
-        try:
-            found.append(action())
-        except (ConfigError, TraceError, StorageError) as error:
-            problem = type(error), str(error)
-        for rank, (of_rank, host) in enumerate(gather_objects((problem, socket.gethostname()), self._world)):
-            if of_rank is not None:
-                kind, text = of_rank
-                raise kind(text if kind is ConfigError else f"rank {rank} on {host}: {text}")
-        return found[0]

@@ -33,7 +33,7 @@ from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finding import Finding
-from megasdc.sdc.golden import DIVERGENT, find, judge_cell
+from megasdc.sdc.golden import DIVERGENT, compare_run, judge_cell
 from megasdc.sdc.incident import Opinion
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Counts, Trace, compare_rank, count_differing
@@ -183,7 +183,8 @@ class AuditFindings:
         dims = self._dims
         trace = moved.again() if moved.learn() else moved.trace
         audit, elsewhere = (gather_traces(one, dims, self._group) for one in (work.trace, trace))
-        verdicts = judge_cell({rank: [find(audit[rank], elsewhere[rank], dims.at(rank))] for rank in audit}, dims)
+        runs = {rank: compare_run(one, elsewhere[rank], dims.at(rank)) for rank, one in audit.items()}
+        verdicts = judge_cell({rank: [one.finding] for rank, one in runs.items()}, dims)
         flagged = {
             rank: difference_at(audit[rank], elsewhere[rank], one.first)
             for rank, one in verdicts.items()

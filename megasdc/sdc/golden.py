@@ -8,7 +8,9 @@ Verdicts follow from the findings of all ranks of a cell. A rank is named only w
 difference. How ranks mix in a step: tensor ranks and stages of a replica exchange results that are observed before they
 are sent; then come, each observed after it only, the sums of gradients over tied stages and tensor ranks
 (``accumulated_grad``), the sum over replicas (``reduced_grad``), the norm of the whole gradient (``update``), and the
-all-gather over replicas (``parameter``). ``GoldenAnswer`` has the results of the workload on a run's ranks.
+all-gather over replicas (``parameter``).
+
+The ranks of a training are compared while it runs, by whatever they compute for it (``ask_ranks``, ``GoldenAnswer``).
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import json
 import os
 import platform
 import tempfile
+import time
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +39,10 @@ from megasdc.common.errors import StorageError, TraceError
 from megasdc.common.program import write_atomically
 from megasdc.config.environment import CPU_KERNEL_VARIABLES, VARIABLES
 from megasdc.config.sections import TraceSection
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.finding import Finding
+from megasdc.sdc.host import Host, on_all_ranks
 from megasdc.sdc.trace import Counts, Trace, TraceWriter, compare_rank, execution_key, read_trace
 from megasdc.sdc.verdict import GOLDEN, INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict, rate_bound
 from megasdc.tensors.checksum import ALGORITHMS
@@ -200,6 +206,17 @@ def key_differences(expected: Mapping[str, Any], got: Mapping[str, Any]) -> dict
     return {name: (expected.get(name), got.get(name)) for name in names if expected.get(name) != got.get(name)}
 
 
+def describe_differences(differences: Mapping[str, Sequence[Any]], most: int | None = None) -> str:
+    """Differing parts of a golden trace's key and of one here, as text, in their order.
+
+    Args:
+        most: number of parts that are named; the others are counted. None: all are named.
+    """
+    parts = [f"{name}: golden {expected!r}, here {got!r}" for name, (expected, got) in differences.items()]
+    more = "" if most is None or len(parts) <= most else f"; and {len(parts) - most} more"
+    return "; ".join(parts[:most]) + more
+
+
 def save_golden(path: Path, golden: Golden) -> None:
     """Write a golden file atomically.
 
@@ -277,8 +294,8 @@ PROCESSOR_FIELDS = (
 def machine_key() -> dict[str, Any]:
     """The part of a key that needs no workload: versions, device, and environment variables that choose kernels.
 
-    A deterministic-mode variable that is not set counts as its deterministic value, so that the key is the same in a
-    rank and in the process that starts it.
+    Without a GPU, too, the number of ``threads`` in force. A deterministic-mode variable that is not set counts as its
+    deterministic value, so that, but for ``threads``, the key is the same in a rank and in the process that starts it.
     """
     return {
         "megasdc": __version__,
@@ -307,6 +324,7 @@ def _cpu() -> dict[str, Any]:
         "device": processor_name(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         **{name: os.environ[name].lower() for name in chosen if os.environ.get(name)},
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -364,16 +382,6 @@ class GoldenVerdict:
     first: Address | None = None
     detail: str = ""
     compared: int = 0
-
-
-def find(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenComparison:
-    """Compare one rank's trace of one run with the golden one; ``dims`` are the rank's in its cell."""
-    divergences = compare_rank(dims.rank, expected, got)
-    compared = max(len(expected), len(got))
-    if not divergences:
-        return GoldenComparison(compared, 0)
-    key, place = min((execution_key(one.address, one.place, dims), index) for index, one in enumerate(divergences))
-    return GoldenComparison(compared, len(divergences), divergences[place].address, key)
 
 
 def trace_gaps(trace: TraceSection, recomputes: bool) -> tuple[str, ...]:
@@ -467,7 +475,7 @@ def _causes(differing: Mapping[int, GoldenComparison], layout: ParallelDims) -> 
             own = {
                 rank: differing[rank].key
                 for rank, phase in begun.items()
-                if phase in REPLICA_PHASES and _dims(layout, rank).dp_rank == dp_rank
+                if phase in REPLICA_PHASES and layout.at(rank).dp_rank == dp_rank
             }
             causes += _of_replica(own, begun)
         return causes
@@ -495,13 +503,8 @@ def _of_replica(own: Mapping[int, tuple[int, ...]], begun: Mapping[int, str]) ->
 
 def _replicas_of(layout: ParallelDims, rank: int) -> list[int]:
     """The ranks that hold the same parameters."""
-    own = _dims(layout, rank)
-    every = (_dims(layout, other) for other in range(layout.world_size))
+    own, every = layout.at(rank), map(layout.at, range(layout.world_size))
     return [one.rank for one in every if (one.tp_rank, one.pp_rank) == (own.tp_rank, own.pp_rank)]
-
-
-def _dims(layout: ParallelDims, rank: int) -> ParallelDims:
-    return ParallelDims(layout.tensor, layout.pipeline, layout.data, rank)
 
 
 def _ranks(ranks: Collection[int]) -> str:
@@ -579,6 +582,11 @@ class GoldenAnswer:
             found.append(RankVerdict(None, INCONCLUSIVE, GOLDEN, replace(address, step=step), suspects=unclear))
         return tuple(found)
 
+    def finding(self, step: int, earlier: Collection[int] = ()) -> Finding | None:
+        """Finding with the rulings on the ranks that differ, as of ``rulings``; None: all agree with the trace."""
+        rulings = self.rulings(step, earlier)
+        return Finding("golden", None, rulings, self.compared, self.counts) if rulings else None
+
     def _rule(self, rank: int, step: int, earlier: bool) -> RankVerdict:
         number = next(index for index, of_run in enumerate(self.judged) if of_run[rank].status == DIVERGENT)
         first = self.runs[rank][number]
@@ -604,7 +612,7 @@ class GoldenAnswer:
 
 
 def compare_run(expected: Trace, got: Trace, dims: ParallelDims) -> GoldenRun:
-    """Compare one rank's trace of one run with the golden one."""
+    """Compare one rank's trace of one run with the golden one; ``dims`` are the rank's in its cell."""
     found = compare_rank(dims.rank, expected, got)
     compared = max(len(expected), len(got))
     if not found:
@@ -625,7 +633,31 @@ def judge_replicas(
     cell = ParallelDims(dims.tensor, dims.pipeline, 1)
     for replica in range(dims.data):
         # A replica's ranks, in order, correspond to the ranks of a cell of one replica.
-        ranks = [rank for rank in range(len(findings)) if rank // dims.tensor % dims.data == replica]
+        ranks = [rank for rank in range(len(findings)) if dims.at(rank).dp_rank == replica]
         judged = judge_cell({place: [findings[rank]] for place, rank in enumerate(ranks)}, cell, gaps)
         verdicts.update({rank: judged[place] for place, rank in enumerate(ranks)})
     return verdicts
+
+
+def ask_ranks(
+    host: Host, run: Callable[[], list[GoldenRun]], layout: ParallelDims, gaps: Sequence[str], repeats: int
+) -> GoldenAnswer:
+    """Compare the ranks of a training with a golden trace once, and, if one differs, ``repeats`` more times.
+
+    Args:
+        run: computes all cases of the workload on this rank, and compares each.
+        layout: layout in which ranks exchange values; ``gaps``: see ``judge_replicas``.
+
+    Raises:
+        MegasdcError: of ``run``, see ``on_all_ranks``.
+
+    Collective: all ranks of the world.
+    """
+    start, runs = time.perf_counter(), list[list[GoldenRun]]()
+    for _ in range(1 + repeats):
+        again = gather_objects(on_all_ranks(host, run), host.host_group)
+        runs = [old + new for old, new in zip(runs, again, strict=True)] if runs else again
+        if not any(one.finding.key for of_rank in runs for one in of_rank):
+            break
+    judged = [judge_replicas([one.finding for one in of_run], layout, gaps) for of_run in zip(*runs, strict=True)]
+    return GoldenAnswer(runs, len(again[0]), judged, time.perf_counter() - start)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from megasdc.common.errors import ConfigError, MegasdcError, StorageError, TraceError
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.vote import Position, comparable_positions, differing_names
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Host(Protocol):
@@ -61,3 +65,30 @@ def find_comparable(host: Host, key: Mapping[str, Any]) -> set[Position]:
                 *(left_out, everywhere, ", ".join(names)),
             )
     return found
+
+
+def on_all_ranks(host: Host, action: Callable[[], T], counted: str = "") -> T:
+    """Result of this rank's action; an error on one rank is raised on all, so that none waits for it.
+
+    Args:
+        counted: what ranks with an error cannot do, for their number in the message; empty: it is not in it.
+
+    Raises:
+        ConfigError: the first error, which is of settings, and so of all ranks.
+        TraceError: the first error, with the rank and its host; likewise ``StorageError``.
+
+    Collective: all ranks of the world.
+    """
+    done: list[T] = []
+    problem: tuple[type[MegasdcError], str] | None = None
+    try:
+        done.append(action())
+    except (ConfigError, TraceError, StorageError) as error:
+        problem = type(error), str(error)
+    problems = gather_objects((problem, socket.gethostname()), host.host_group)
+    failed = [(rank, name, *of_rank) for rank, (of_rank, name) in enumerate(problems) if of_rank is not None]
+    if failed:
+        rank, name, kind, text = failed[0]
+        number = f"; {len(failed)} of {len(problems)} ranks {counted}" if counted else ""
+        raise kind(text if kind is ConfigError else f"rank {rank} on {name}: {text}{number}")
+    return done[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 from megasdc.common.errors import MegasdcError, TraceError
 from megasdc.ops.golden.verify import layout_size
-from megasdc.sdc.golden import load_header
+from megasdc.sdc.golden import describe_differences, load_header
 from megasdc.train.detection.golden_key import compare_key
 
 SHOWN = 3
@@ -57,7 +57,5 @@ def _unfit(header: dict[str, Any], ranks: int | None, layout: dict[str, int] | N
     if layout is not None and header["layout"] != layout:
         return f"is of layout {header['layout']}, needed is {layout}"
     _, differences = compare_key(header)
-    told = [f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in differences.items() if name not in OF_THE_RANK]
-    if not told:
-        return None
-    return "; ".join(told[:SHOWN]) + (f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else "")
+    compared = {name: both for name, both in differences.items() if name not in OF_THE_RANK}
+    return describe_differences(compared, SHOWN) or None

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError, HangError, LaunchError, MegasdcError, PeerError, TraceError
+from megasdc.common.wire import own_address_towards
 from megasdc.ops.golden.drill import load_drill
 from megasdc.ops.golden.library import choose_golden
 from megasdc.ops.golden.result import VerifyResult, judge_reports
@@ -258,14 +259,7 @@ def _join_cell(
 def _hold_meeting(ranks: int) -> LocalMeeting | HostsMeeting:
     """Where the ranks of a cell meet; of more than one, other hosts may have some, where the launch has other hosts."""
     is_local = ranks == 1 or bool(os.environ.get(MEETING_VARIABLE))
-    return LocalMeeting() if is_local else HostsMeeting(_own_address())
-
-
-def _own_address() -> str:
-    """Address of this host for other hosts: the source address of a packet to rank 0's host."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-        return str(probe.getsockname()[0])
+    return LocalMeeting() if is_local else HostsMeeting(own_address_towards(os.environ["MASTER_ADDR"]))
 
 
 class Collector:

@@ -30,7 +30,7 @@ with imports_kept():
     from megasdc.ops.golden.drill import Drill
     from megasdc.parallel import groups
     from megasdc.parallel.dims import ParallelDims
-    from megasdc.sdc.golden import find, load_golden, load_header
+    from megasdc.sdc.golden import compare_run, load_golden, load_header
     from megasdc.sdc.trace import TraceWriter
     from megasdc.tensors.checksum import default_algorithm
     from megasdc.train.detection.golden import Workload, workload_cases
@@ -118,7 +118,7 @@ def _verify(request: dict[str, Any], to: Reports) -> None:
         listeners, hooks = ([], []) if drill is None else drill.start(repeat)
         for number, case in enumerate(golden.cases):
             trace = workload.trace(case, golden.algorithm, [*listeners, to.count], hooks)
-            finding = find(golden.traces[number, dims.rank], trace, dims)
+            finding = compare_run(golden.traces[number, dims.rank], trace, dims).finding
             to.send("run", repeat=repeat, case=number, **asdict(finding))
         repeat += 1
     if drill is not None:

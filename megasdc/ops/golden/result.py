@@ -26,6 +26,7 @@ from megasdc.sdc.golden import (
     STOPPED,
     GoldenComparison,
     GoldenVerdict,
+    describe_differences,
     judge_cell,
     trace_gaps,
 )
@@ -168,8 +169,7 @@ def _verdict(report: RankReport, compared: GoldenVerdict, behind: set[int]) -> G
     if report.ended == "failed":
         return replace(compared, status=_FAILED.get(report.code, DIED), detail=report.detail)
     if report.differences:
-        parts = (f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in report.differences.items())
-        return GoldenVerdict(NOT_COMPARABLE, detail="; ".join(parts))
+        return GoldenVerdict(NOT_COMPARABLE, detail=describe_differences(report.differences))
     if not report.runs:
         return GoldenVerdict(NOT_COMPARABLE, detail="another rank of its cell is not comparable")
     return compared

@@ -221,8 +221,9 @@ class _Test:
         if task.get("key") is None:
             return
         if differences:
-            parts = "; ".join(f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in differences.items())
-            state.note(f"the golden trace is not for this host: {parts}")
+            from megasdc.sdc.golden import describe_differences  # imported already, by who read the trace
+
+            state.note(f"the golden trace is not for this host: {describe_differences(differences)}")
         elif TRAINING not in state.golden:
             state.golden.append(TRAINING)
 

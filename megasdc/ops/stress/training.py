@@ -14,7 +14,7 @@ from megasdc.engine.observer import Listener
 from megasdc.ops.golden.drill import Drill
 from megasdc.ops.stress.drill import ALONE
 from megasdc.parallel import groups
-from megasdc.sdc.golden import find, key_differences
+from megasdc.sdc.golden import compare_run, key_differences
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import algorithm, default_algorithm
@@ -104,7 +104,7 @@ class SmallRun:
         if self._expected is None:
             self._expected, _ = self._train(0, watch, injectors)
         trace, losses = self._train(number, watch, injectors)
-        found = find(self._expected, trace, ALONE)
+        found = compare_run(self._expected, trace, ALONE).finding
         wrong = (
             [{"what": str(found.first), "results": found.divergences, "against": self._against}] if found.first else []
         )

@@ -44,8 +44,6 @@ class WorkerSlot:
 
     def hello(self, task: dict[str, Any]) -> dict[str, Any]:
         """Configures all tasks: ``timeout_s``, ``faults``; returns the key on which results depend."""
-        import torch
-
         from megasdc.ops.stress.drill import SlotDrill
         from megasdc.ops.stress.products import Products
         from megasdc.sdc.golden import machine_key
@@ -55,8 +53,7 @@ class WorkerSlot:
         self._drill = SlotDrill(task["faults"])
         self._products = Products(self._device, self._drill.harm)
         on_accelerator = self._device.type == "cuda"
-        threads = {} if on_accelerator else {"threads": torch.get_num_threads()}
-        key = {**machine_key(), **threads, "algorithm": self._products.algorithm}
+        key = {**machine_key(), "algorithm": self._products.algorithm}
         return {"key": key, "on_accelerator": on_accelerator}
 
     def gemm(self, task: dict[str, Any]) -> dict[str, Any]:

@@ -32,11 +32,10 @@ from megasdc.events import read_events
 from megasdc.parallel.collectives import Agreed, gather_objects
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.finding import Finding, Suspects, describe_ruling, gather_places
-from megasdc.sdc.golden import AFFECTED, DIVERGENT
 from megasdc.sdc.host import find_comparable
 from megasdc.sdc.incident import FAULT_FIELDS, Environment, Incident, RankPlace, write_incident
 from megasdc.sdc.referee.referee import Referee
-from megasdc.sdc.verdict import INCONCLUSIVE, NOT_REPRODUCED
+from megasdc.sdc.verdict import NOT_REPRODUCED
 from megasdc.train.checkpointer import checkpoint_folder, mark_memory
 from megasdc.train.detection.chain import SETTINGS, UsedSettings
 from megasdc.train.detection.findings import (
@@ -56,7 +55,7 @@ from megasdc.train.detection.findings import (
     ParameterReader,
     Rehearse,
 )
-from megasdc.train.detection.golden import GoldenAnswer, GoldenCheck
+from megasdc.train.detection.golden import GoldenCheck
 from megasdc.train.isolation import IsolationError
 
 SHOWN_EVENTS = 20
@@ -124,7 +123,7 @@ class FindingPolicy:
             left[AUDIT] = f"at {number} of {everywhere} positions" if number else NOTHING
         if self._section.golden is not None:
             path, keep = Path(self._section.golden), self._section.golden_interval is not None
-            golden = GoldenCheck(path, self._dims, self._group, self._before, keep=keep)
+            golden = GoldenCheck(path, run, self._before, keep=keep)
             if unfit := golden.unfit():
                 left[GOLDEN] = NOTHING
                 self._emit("golden_unfit", reason=unfit[0], ranks=len(unfit))
@@ -283,37 +282,14 @@ class FindingPolicy:
         """
         if self._golden is None:
             return 0.0
-        answer = self._ask(self._golden, step, self._section.repeats)
-        if rulings := answer.rulings(step, self._suspects.ranks):
-            found = Finding("golden", None, rulings, answer.compared, answer.counts)
+        answer = self._golden.ask(step, self._section.repeats)
+        if found := answer.finding(step, self._suspects.ranks):
             self._act(step, found, repaired=False, in_step=False)
             self._commit(step, again=False)
         return answer.seconds
 
     def _ask_verified(self, step: int) -> Mapping[int, bool] | None:
-        return None if self._golden is None else self._ask(self._golden, step).verified
-
-    def _ask(self, golden: GoldenCheck, step: int, repeats: int = 0) -> GoldenAnswer:
-        answer = golden.ask(step, repeats)
-        wrong, received, unclear = (answer.ranks(status) for status in (DIVERGENT, AFFECTED, INCONCLUSIVE))
-        self._emit(
-            "golden",
-            step=step,
-            compared=answer.compared,
-            wrong=wrong,
-            affected=received,
-            inconclusive=unclear,
-            seconds=answer.seconds,
-        )
-        if self._dims.rank == 0:
-            logger.info(
-                "step %d: golden trace: %d results compared in %.1f s, ranks that differ: %s",
-                step,
-                answer.compared,
-                answer.seconds,
-                ", ".join(map(str, sorted({*wrong, *received, *unclear}))) or "none",
-            )
-        return answer
+        return None if self._golden is None else self._golden.ask(step).verified
 
     # --- what is done -------------------------------------------------------------------------------------------
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import copy
 import gc
-import socket
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
-from megasdc.common.errors import ConfigError, TraceError
+from megasdc.common.errors import ConfigError
 from megasdc.config.checks import check_layout
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.sections import GoldenSection
@@ -36,22 +36,32 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.groups import own_model_groups
 from megasdc.sdc.golden import (
+    AFFECTED,
+    DIVERGENT,
     Case,
     Golden,
     GoldenAnswer,
     GoldenRun,
+    ask_ranks,
     compare_run,
-    judge_replicas,
+    describe_differences,
     load_golden,
     load_header,
     trace_gaps,
 )
+from megasdc.sdc.host import Host, on_all_ranks
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer, choose_submodules
+from megasdc.sdc.verdict import INCONCLUSIVE
 from megasdc.tensors.checksum import algorithm
 from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.golden_key import compare_key
 from megasdc.train.process import StartClock
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = "cannot read it"
+"""What ranks without their golden file cannot do, for messages."""
 
 
 def workload_config(config: RunConfig) -> RunConfig:
@@ -239,24 +249,17 @@ class Workload:
         self.engine.module.destroy_groups()
 
 
-_T = TypeVar("_T")
-
-
 class GoldenCheck:
-    """Runs a golden workload on all ranks of a run.
+    """Runs a golden workload on all ranks of a run, and reports what was found.
 
-    ``group`` is a host group of all ranks; ``before`` are listeners that inject faults; ``keep``: whether the second
-    model is kept for the next time.
+    ``before`` are listeners that inject faults; ``keep``: whether the second model is kept for the next time.
     """
 
-    def __init__(
-        self, path: Path, dims: ParallelDims, group: Any, before: Sequence[Listener] = (), *, keep: bool = False
-    ) -> None:
+    def __init__(self, path: Path, host: Host, before: Sequence[Listener] = (), *, keep: bool = False) -> None:
         self.path = path
         self._keep = keep
         self._kept: _Beside | None = None
-        self._dims = dims
-        self._group = group
+        self._host, self._dims = host, host.dims
         self._before = tuple(before)
 
     def unfit(self) -> list[str]:
@@ -267,8 +270,8 @@ class GoldenCheck:
 
         Collective: all ranks of the world.
         """
-        own = self._read_together(lambda: unfit_for(self.path, self._dims))
-        return [reason for reason in gather_objects(own, self._group) if reason]
+        own = on_all_ranks(self._host, lambda: unfit_for(self.path, self._dims), UNREADABLE)
+        return [reason for reason in gather_objects(own, self._host.host_group) if reason]
 
     def ask(self, step: int, repeats: int = 0) -> GoldenAnswer:
         """Run the workload once, and if a rank differs ``repeats`` more times; fault injection gets ``step``.
@@ -281,37 +284,33 @@ class GoldenCheck:
         kept.
         """
         start = time.perf_counter()
-        beside = self._kept or _Beside(self._read_together(lambda: _own_part(self.path, self._dims)), self._dims)
+        beside = self._kept
+        if beside is None:  # each host may have a file of its own
+            part = on_all_ranks(self._host, lambda: _own_part(self.path, self._dims), UNREADABLE)
+            beside = _Beside(part, self._dims)
         self._kept = beside if self._keep else None
         before = [_at_step(listener, step) for listener in self._before]
-        runs = self._gather(beside, before)
-        if any(one.finding.key for of_rank in runs for one in of_rank):
-            for _ in range(repeats):
-                runs = [old + new for old, new in zip(runs, self._gather(beside, before), strict=True)]
-        judged = [
-            judge_replicas([of_rank[number].finding for of_rank in runs], self._dims, beside.gaps)
-            for number in range(len(runs[0]))
-        ]
-        cases = beside.cases
+        answer = ask_ranks(self._host, partial(beside.run, before), self._dims, beside.gaps, repeats)
         if not self._keep:
             beside.workload.release()
             del beside
             gc.collect()  # a model has reference cycles, and managed collection may be far off
-        return GoldenAnswer(runs, cases, judged, time.perf_counter() - start)
+        answer = replace(answer, seconds=time.perf_counter() - start)
+        self._report(step, answer)
+        return answer
 
-    def _read_together(self, read: Callable[[], _T]) -> _T:
-        """Read the file, of which each host may have its own; an error on one rank is raised on all, so none waits."""
-        found, problem = None, None
-        try:
-            found = read()
-        except TraceError as error:
-            problem = f"rank {self._dims.rank} on {socket.gethostname()}: {error}"
-        if problems := [one for one in gather_objects(problem, self._group) if one is not None]:
-            raise TraceError(f"{problems[0]}; {len(problems)} of {self._dims.world_size} ranks cannot read it")
-        return cast(_T, found)
-
-    def _gather(self, beside: _Beside, before: Sequence[Listener]) -> list[list[GoldenRun]]:
-        return gather_objects(beside.run(before), self._group)
+    def _report(self, step: int, answer: GoldenAnswer) -> None:
+        wrong, received, unclear = (answer.ranks(status) for status in (DIVERGENT, AFFECTED, INCONCLUSIVE))
+        found = {"compared": answer.compared, "wrong": wrong, "affected": received, "inconclusive": unclear}
+        self._host.events.emit_on_rank_0("sdc", "golden", step=step, **found, seconds=answer.seconds)
+        if self._dims.rank == 0:
+            logger.info(
+                "step %d: golden trace: %d results compared in %.1f s, ranks that differ: %s",
+                step,
+                answer.compared,
+                answer.seconds,
+                ", ".join(map(str, sorted({*wrong, *received, *unclear}))) or "none",
+            )
 
 
 def _golden_rank(layout: ParallelDims, dims: ParallelDims) -> int:
@@ -364,7 +363,7 @@ def unfit_for(path: Path, dims: ParallelDims) -> str | None:
         return f"the golden trace is of {layout}, the run has {dims}: tensor and pipeline must be equal"
     differences = compare_key(header)[1]
     if differences:
-        return "; ".join(f"{name}: golden {a!r}, here {b!r}" for name, (a, b) in differences.items())
+        return describe_differences(differences)
     return None
 
 

@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from megasdc.common.errors import ConfigError, TraceError
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.model.fused import FUSED_VERSION, code_generator
@@ -24,14 +22,12 @@ def golden_key(config: RunConfig, layout: ParallelDims, algorithm: str) -> dict[
         algorithm: name of the algorithm of checksums.
 
     Returns:
-        Plain values by name: those of ``machine_key``; without a GPU ``threads``; with fused modules the version of
-        their functions and their code generator; precision, layout, algorithm and a digest of the workload.
+        Plain values by name: those of ``machine_key``; with fused modules the version of their functions and their
+        code generator; precision, layout, algorithm and a digest of the workload.
     """
     fused = {"fused": f"functions {FUSED_VERSION}, {code_generator()}"} if config.megasdc.model.fuse else {}
-    threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
     return {
         **machine_key(),
-        **threads,
         **fused,
         "precision": config.precision,
         "layout": str(layout),

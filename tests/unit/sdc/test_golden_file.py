@@ -12,7 +12,15 @@ import pytest
 from megasdc.common.addresses import Address
 from megasdc.common.errors import StorageError, TraceError
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.golden import Case, Golden, key_differences, load_golden, load_header, save_golden
+from megasdc.sdc.golden import (
+    Case,
+    Golden,
+    describe_differences,
+    key_differences,
+    load_golden,
+    load_header,
+    save_golden,
+)
 from megasdc.sdc.trace import Trace
 
 
@@ -144,4 +152,7 @@ def test_other_files(tmp_path: Path, golden: tuple[Path, Golden]) -> None:
 
 def test_parts_of_keys_that_differ() -> None:
     """Each part that differs, or that one key lacks, is told with both values."""
-    assert key_differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == {"b": (2, 3), "c": (None, 4)}
+    found = key_differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4})
+    assert found == {"b": (2, 3), "c": (None, 4)} and describe_differences({}) == ""
+    assert describe_differences(found) == "b: golden 2, here 3; c: golden None, here 4"
+    assert describe_differences(found, 1) == "b: golden 2, here 3; and 1 more"

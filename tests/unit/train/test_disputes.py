@@ -23,6 +23,7 @@ from megasdc.engine.hooks import Run, RunProgress
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.collectives import Agreed
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.finding import Finding
 from megasdc.sdc.golden import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incident import incident_from_json
 from megasdc.sdc.referee.referee import Referee
@@ -94,10 +95,10 @@ def test_what_cannot_be_compared_is_told_at_the_start(
     """Replicas of other hardware leave audits some positions, or none, which the table of what is covered is to say."""
     disputes, run = started(tmp_path)
     assert disputes.on_start(run) == {}
-    disputes._dims = ParallelDims(2, 1, 2)
+    disputes._dims = run.dims = ParallelDims(2, 1, 2)
     for differing, left in (({1}, "at 1 of 2 positions"), ({0, 1}, "-")):
         keys = [{"gpu": "a" if rank < 2 or rank - 2 not in differing else "b"} for rank in range(4)]
-        monkeypatch.setattr("megasdc.train.detection.finding_policy.gather_objects", lambda own, group, keys=keys: keys)
+        monkeypatch.setattr("megasdc.sdc.host.gather_objects", lambda own, group, keys=keys: keys)
         assert disputes.on_start(run) == {"audit": left}
 
 
@@ -300,8 +301,8 @@ def test_what_the_golden_workload_finds_is_acted_upon(group: None, tmp_path: Pat
     """A rank that is wrong again halts the run; one that is not is reported, and what follows is not verified."""
     disputes, _ = started(tmp_path, persistent="halt", not_reproduced="warn")
     ruling = RankVerdict(0, verdict, GOLDEN, Parameters.own.addresses[0], 1, 2)
-    answer = {"ranks": lambda status: [], "rulings": lambda step, earlier: (ruling,), "compared": 3, "counts": {}}
-    golden = SimpleNamespace(ask=lambda step, repeats: SimpleNamespace(**answer, seconds=2.5))
+    answer = SimpleNamespace(finding=lambda step, earlier: Finding("golden", None, (ruling,), 3), seconds=2.5)
+    golden = SimpleNamespace(ask=lambda step, repeats: answer)
     disputes._golden = golden  # type: ignore[assignment]
     if verdict == PERSISTENT:
         with pytest.raises(CorruptionError, match="the golden check found"):

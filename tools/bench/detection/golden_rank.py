@@ -26,7 +26,7 @@ from megasdc.sdc.golden import (
     Golden,
     GoldenComparison,
     GoldenVerdict,
-    find,
+    compare_run,
     judge_cell,
     load_golden,
     save_golden,
@@ -217,7 +217,7 @@ class Campaign:
         return any(gather_objects(not all(torch.equal(clean, now) for clean, now in pairs)))
 
     def _judge(self, trace: Trace) -> dict[int, GoldenVerdict]:
-        finding = find(self._golden, trace, self.dims)
+        finding = compare_run(self._golden, trace, self.dims).finding
         everyone: list[GoldenComparison] = gather_objects(finding)
         return judge_cell({rank: [one] for rank, one in enumerate(everyone)}, self.dims)
 

@@ -17,7 +17,7 @@ from megasdc.sdc.golden import (
     HEALTHY,
     NOT_COMPARABLE,
     GoldenComparison,
-    find,
+    compare_run,
     judge_cell,
     trace_gaps,
 )
@@ -45,7 +45,7 @@ def _findings(changes: dict[int, set[int]]) -> dict[int, list]:
     for rank in range(4):
         dims = ParallelDims(2, 2, 1, rank)
         clean = _trace(dims.pp_rank, set())
-        found[rank] = [find(clean, _trace(dims.pp_rank, changes.get(rank, set())), dims)]
+        found[rank] = [compare_run(clean, _trace(dims.pp_rank, changes.get(rank, set())), dims).finding]
     return found
 
 
@@ -94,7 +94,7 @@ def _every_phase(rank: int, layout: ParallelDims, changed: dict[str, int]) -> Go
         Address(1, number, phase, "x", slot) for number in (0, 1) for phase in MICRO_BATCH_PHASES for slot in ("a", "b")
     ] + [Address(1, None, phase, "x", "a") for phase in PHASES if phase not in MICRO_BATCH_PHASES]
     values = [int((a.micro_batch or 0) >= changed.get(a.phase, 9)) for a in addresses]
-    return find(Trace(addresses, [0] * len(addresses)), Trace(addresses, values), dims)
+    return compare_run(Trace(addresses, [0] * len(addresses)), Trace(addresses, values), dims).finding
 
 
 def _judged(layout: ParallelDims, *changes: dict[str, int], **options: Any) -> list[str]:
