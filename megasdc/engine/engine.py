@@ -31,7 +31,7 @@ from megasdc.engine.schedules import (
     StageReplay,
 )
 from megasdc.model.randomness import DropoutStreams
-from megasdc.optim.zero1 import StepControl, accumulated_gradient, gradients_set_aside, scale_gradients
+from megasdc.optim.zero1 import StepControl, accumulated_gradient, gradients_set_aside, loss_scale, scale_gradients
 from megasdc.parallel.collectives import StepAgreement
 from megasdc.parallel.dims import ParallelDims
 
@@ -190,7 +190,7 @@ class TrainingEngine(PipelineEngine):
             grad_norm=norm,
             learning_rate=learning_rate,
             skipped=skipped,
-            loss_scale=float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0,
+            loss_scale=loss_scale(self),
             micro_batches=round(completed),
         )
 

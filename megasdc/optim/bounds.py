@@ -1,4 +1,4 @@
-"""Gradient bounds: rule and limit of each parameter, all shards of a rank in one pass, and reports of what they did.
+"""Gradient bounds: rule and limit of each parameter, all shards of a rank in one pass, agreement of ranks, and reports.
 
 Bounds are applied before the norm by default; else one outlier in the norm would make clipping scale all else to 0.
 
@@ -25,6 +25,7 @@ Source: Pei, Lausen, Karypis, IEEE Micro 2025, 10.1109/MM.2025.3642709, eq. 1; H
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,17 +45,31 @@ from megasdc.config.hooks import (
     BOUNDS,
     HALT,
     LOCAL,
+    MOMENTUM_RESET,
     SKIP_STEP,
     SPIKE_AWARE,
     ZERO,
     HookSpec,
     theta_at,
 )
-from megasdc.optim.zero1 import accumulated_gradient, counts_here, is_copied, owned_fragments, shard_checksum
+from megasdc.events import EventLog
+from megasdc.optim.zero1 import (
+    StepControl,
+    accumulated_gradient,
+    counts_here,
+    is_copied,
+    loss_scale,
+    owned_fragments,
+    shard_checksum,
+)
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bound import bound_
 from megasdc.tensors.bound_limits import SUMS, ElementLimits
+
+logger = logging.getLogger(__name__)
+
+EVENT_KIND = "bounds"
 
 
 @dataclass(frozen=True)
@@ -207,6 +222,14 @@ class MomentumReset:
                     group["step"] = 0
 
 
+def momentum_reset_of(specs: Sequence[HookSpec]) -> MomentumReset | None:
+    """Schedule of resets of moments among the hooks; None: they are never reset."""
+    for spec in specs:
+        if spec.hook == MOMENTUM_RESET:
+            return MomentumReset(spec.interval, spec.warmup_steps, spec.warmup_start, spec.restart_bias_correction)
+    return None
+
+
 class RateWarmup:
     """Multiplies the learning rates during the inner optimizer's step; ``close`` removes its hooks.
 
@@ -247,44 +270,51 @@ _SQUARES, _NAN, _INF, _RATIO = (SUMS.index(name) for name in ("squares", "nan", 
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Results of a pass over the gradients of a step on this rank; on the device.
+class BoundedGradient:
+    """Results of a pass over the reduced gradients of a step, summed over all ranks and the same on each.
 
     Args:
-        squares: sum over the elements that this rank counts, after bounding, 0-d, fp64.
-        copies: sum of squares, and digest of the bits, of the shards of parameters that every tensor rank holds, [3],
-            fp64; zeros where there is one tensor rank.
-        skip: number of NaN and Inf elements whose policy skips the step, 0-d, fp64.
-        halt: number of those whose policy ends the run, 0-d, fp64.
+        norm: 2-norm of the whole gradient after bounding, loss scale included.
+        skip: number of NaN and Inf elements whose policy skips the step.
+        halt: number of those whose policy ends the run.
+        failed: number of ranks that could not apply another hook.
+        copies: of each tensor rank sum of squares, and digest of the bits, of the shards of parameters that every
+            tensor rank holds; zeros where there is one tensor rank.
     """
 
-    squares: Tensor
-    copies: Tensor
-    skip: Tensor
-    halt: Tensor
+    norm: float
+    skip: float
+    halt: float
+    failed: float
+    copies: list[list[float]]
 
 
 class ShardBounds:
-    """Bounds the gradients that a rank owns.
+    """Bounds the gradients that a rank owns; all ranks agree on their norm, and on whether the step is taken.
 
     Args:
-        optimizer: DeepSpeed's ZeRO-1 optimizer.
+        engine: DeepSpeed's, with ZeRO 1 or 2.
         names: full name of each parameter of the stage; a tied copy has the name of its original.
-        specs: the entries of the configuration; those that are not bounds are ignored.
+        specs: the entries of the configuration; those that are neither bounds nor resets of moments are ignored.
+        host_group: a host group of all ranks, for objects.
+        events: this rank's event log.
+
+    Attributes:
         reset: resets of the moments; None: there are none.
     """
 
     def __init__(
         self,
-        optimizer: Any,
+        engine: Any,
         names: Mapping[nn.Parameter, str],
         specs: Sequence[HookSpec],
-        reset: MomentumReset | None,
         dims: ParallelDims,
+        host_group: dist.ProcessGroup | None,
+        events: EventLog,
     ) -> None:
-        self._optimizer = optimizer
-        self._specs = [spec for spec in specs if spec.hook in BOUNDS and spec.where == BEFORE_NORM]
-        self._reset = reset
+        self._engine, self._optimizer, self._specs = engine, engine.optimizer, specs
+        self._dims, self._group, self._events = dims, host_group, events
+        optimizer, self.reset = engine.optimizer, momentum_reset_of(specs)
         self.names = list(names.values())
         self._parameters = list(names)
         self._places = {id(parameter): place for place, parameter in enumerate(names)}
@@ -324,19 +354,16 @@ class ShardBounds:
 
     def changes(self, step: int) -> bool:
         """Whether any rank may change gradients before the norm at this step; the same on all ranks."""
-        return any(may_act(spec, step) for spec in self._specs)
+        bounding = (spec for spec in self._specs if spec.hook in BOUNDS and spec.where == BEFORE_NORM)
+        return any(may_act(spec, step) for spec in bounding)
 
     @torch.no_grad()
-    def bound_local(self, step: int, scale: float) -> None:
-        """Bound this rank's own accumulated gradients, before they are averaged.
-
-        Args:
-            step: optimizer step, first is 1.
-            scale: loss scale.
+    def bound_local(self, step: int) -> None:
+        """Bound this rank's own accumulated gradients, before they are averaged in a step, of which the first is 1.
 
         Sync: none.
         """
-        sums = self._begin()
+        sums, scale = self._begin(), loss_scale(self._engine)
         for place, parameter in enumerate(self._parameters):
             rule = self.rules[LOCAL][place]
             gradient = accumulated_gradient(self._optimizer, parameter).view(-1)
@@ -345,23 +372,24 @@ class ShardBounds:
         self.local_pass = sums
 
     @torch.no_grad()
-    def bound_reduced(self, step: int, scale: float) -> Seen:
-        """Bound the owned shards of the reduced gradients in place, before their norm is taken.
+    def bound_reduced(self, step: int, *, failed: bool = False) -> BoundedGradient:
+        """Bound the owned shards of the reduced gradients in place, before their norm is taken, on all ranks.
 
         Args:
             step: optimizer step, first is 1.
-            scale: loss scale.
+            failed: whether this rank could not apply another hook.
 
         Returns:
-            The pass's results, with NaN and Inf of the local gradients included.
+            The pass's results over all ranks, with NaN and Inf of the local gradients included.
 
         Raises:
             RuntimeError: a parameter has no reduced gradient.
 
-        Sync: none, except with ``bias_corrected`` and PyTorch's fused AdamW on a GPU, whose step count is on the GPU:
-        once for each of its groups.
+        Collective: all ranks of the world; one reduction of a few numbers.
+        Sync: waits for the device, in place of DeepSpeed's own read of the norm; with ``bias_corrected`` and PyTorch's
+        fused AdamW on a GPU, whose step count is on the GPU, also once for each of its groups.
         """
-        sums = self._begin()
+        sums, scale = self._begin(), loss_scale(self._engine)
         copied: list[Tensor] = []
         for fragment in owned_fragments(self._optimizer):
             place = self._places[id(fragment.parameter)]
@@ -383,8 +411,48 @@ class ShardBounds:
             skipping = skipping + bad * (1 - self._halting[LOCAL])
         squares = sums[:, _SQUARES]
         of_copies = (squares * self._copied).sum().unsqueeze(0)
-        copies = torch.cat([of_copies, shard_checksum(copied, sums.device)])
-        return Seen((squares * self._counted).sum(), copies, skipping.sum(), halting.sum())
+        copies = torch.zeros(self._dims.tensor, 3, dtype=torch.float64, device=sums.device)
+        copies[self._dims.tp_rank] = torch.cat([of_copies, shard_checksum(copied, sums.device)])
+        own = [(squares * self._counted).sum(), skipping.sum(), halting.sum(), copies.new_tensor(float(failed))]
+        reduced = torch.cat([torch.stack(own), copies.flatten()])
+        dist.all_reduce(reduced)
+        reduced = reduced.cpu()
+        whole, skip, halt, failures = reduced[:4].tolist()
+        return BoundedGradient(math.sqrt(whole), skip, halt, failures, reduced[4:].view(copies.shape).tolist())
+
+    def decide(self, step: int, bounded: BoundedGradient, control: StepControl, *, changed: bool = False) -> str | None:
+        """Set norm and skip of the step that the optimizer is about to take.
+
+        Args:
+            changed: whether another hook may have changed gradients, so that DeepSpeed's norm is not theirs.
+
+        Returns:
+            Why no rank takes the step, as a sentence, the same on all ranks; None: all take it.
+
+        Collective: all ranks of the world, where there is NaN or Inf.
+        """
+        reason = None
+        if bounded.skip or bounded.halt:
+            reason = self._explain(step, "halt" if bounded.halt else "skip_step")
+        elif bounded.norm > LARGEST_NORM:
+            reason = f"the norm of the gradient is {bounded.norm:.3g}, more than fp32 holds"
+        changed = changed or self.changes(step)
+        control.decide(self.table.new_tensor(bounded.norm) if changed else None, reason is not None)
+        return reason
+
+    def _explain(self, step: int, action: str) -> str:
+        """Sentence on the place of NaN or Inf; writes an event on every rank that has some."""
+        own = self._first_non_finite()
+        found = [(rank, one) for rank, one in enumerate(gather_objects(own, self._group)) if one is not None]
+        if own is not None:
+            where, parameter, nan, inf = own
+            fields: dict[str, Any] = {"where": where, "parameter": parameter, "nan": nan, "inf": inf, "action": action}
+            self._events.emit(EVENT_KIND, "non_finite", step=step, **fields)
+        rank, (where, parameter, nan, inf) = min(found, key=lambda one: one[1][0] != LOCAL)
+        others = sum(one[0] == where for _, one in found) - 1
+        more = f", and on {others} more ranks" if others else ""
+        whose = f"as rank {rank} accumulated it" if where == LOCAL else f"in the shard of rank {rank}"
+        return f"the gradient of {parameter} has {nan} NaN and {inf} Inf {whose}{more}"
 
     @torch.no_grad()
     def bound_clipped(self, inner: Any, step: int) -> None:
@@ -411,7 +479,7 @@ class ShardBounds:
             looked_at[place] = fragment.numel
         self._end(AFTER_NORM, sums, looked_at)
 
-    def first_non_finite(self) -> tuple[str, str, int, int] | None:
+    def _first_non_finite(self) -> tuple[str, str, int, int] | None:
         """First parameter with NaN or Inf in this step: (place, name, number of NaN, of Inf); None: all were finite.
 
         Sync: waits for the device.
@@ -454,13 +522,55 @@ class ShardBounds:
         floor, factor = (min(value * unclipping, sys.float_info.max) for value in (floor, correction))
         return limits_at(rule, step, scale, floor=floor, v_factor=factor)
 
-    def count_clip(self, factor: float) -> None:
-        """Count a step that the optimizer has taken, clipped by this factor."""
+    def count_clip(self, norm: float) -> None:
+        """Count a step that the optimizer has taken, whose gradient had this norm before it was clipped."""
+        factor = clip_factor(norm, float(self._optimizer.clip_grad))
         for one in self.clips.values():
             one.add(factor)
 
+    def totals(self) -> Totals:
+        """Counts of all ranks since the last report, every parameter once; the same on all ranks.
+
+        Collective: all ranks of the world.
+        Sync: waits for the device.
+        """
+        table, largest = self.table.clone(), self.table[:, :, _RATIO].clone()
+        dist.all_reduce(table, group=self._engine.data_parallel_group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._engine.data_parallel_group)
+        table[:, :, _RATIO] = largest
+        own: Totals = {}
+        if self._dims.dp_rank == 0:
+            for place, rows in zip(PLACES, table.tolist(), strict=True):
+                counted = zip(self.names, rows, self.counted, strict=True)
+                own[place] = {name: row for name, row, counts in counted if counts and row[-1]}
+        found: Totals = {}
+        for one in gather_objects(own, self._group):
+            found = merge_totals(found, one)
+        return found
+
+    def report(self, step: int, earlier: Totals | None = None) -> Totals:
+        """Write what was bounded since the last report, as events and warnings of rank 0, and count from 0 again.
+
+        Args:
+            earlier: counts that are reported, too.
+
+        Returns:
+            The counts, the same on all ranks.
+
+        Collective: all ranks of the world.
+        """
+        totals = merge_totals(earlier or {}, self.totals())
+        self.table.zero_()
+        if self._dims.rank == 0:
+            for place, rows in bound_rows(totals).items():
+                self._events.emit_on_rank_0(EVENT_KIND, "statistics", step=step, where=place, submodules=rows)
+            for text, fields in warnings_of(totals, self._specs):
+                logger.warning("step %d: %s", step, text)
+                self._events.emit_on_rank_0(EVENT_KIND, "warning", step=step, **fields)
+        return totals
+
     def _in_grace(self, spike: HookSpec, step: int) -> bool:
-        since = step - 1 if self._reset is None else self._reset.steps_since(step)
+        since = step - 1 if self.reset is None else self.reset.steps_since(step)
         return since < spike.grace_steps
 
     def _steps_taken(self, flat: Tensor) -> int:
@@ -483,31 +593,6 @@ def add_counts(table: Tensor, more: Tensor) -> None:
 
 Totals = dict[str, dict[str, list[float]]]
 """Counts by place (``PLACES``) and full name of the parameter: one number for each of ``COLUMNS``."""
-
-
-def gather_totals(bounds: ShardBounds, dims: ParallelDims, data_group: Any, host_group: Any) -> Totals:
-    """Counts of all ranks, every parameter once; the same on all ranks.
-
-    Args:
-        data_group: the data-parallel group of this rank.
-        host_group: a host group of all ranks, for objects.
-
-    Collective: all ranks of the world.
-    Sync: waits for the device.
-    """
-    table, largest = bounds.table.clone(), bounds.table[:, :, _RATIO].clone()
-    dist.all_reduce(table, group=data_group)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=data_group)
-    table[:, :, _RATIO] = largest
-    own: Totals = {}
-    if dims.dp_rank == 0:
-        for place, rows in zip(PLACES, table.tolist(), strict=True):
-            counted = zip(bounds.names, rows, bounds.counted, strict=True)
-            own[place] = {name: row for name, row, counts in counted if counts and row[-1]}
-    found: Totals = {}
-    for one in gather_objects(own, host_group):
-        found = merge_totals(found, one)
-    return found
 
 
 def merge_totals(one: Totals, other: Totals) -> Totals:

@@ -244,6 +244,11 @@ def squared_norm(module: nn.Module, tp_rank: int) -> Tensor:
     return total
 
 
+def loss_scale(engine: Any) -> float:
+    """Factor of the gradients that an engine of DeepSpeed stores; 1 but with fp16."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+
+
 def is_copied(parameter: nn.Parameter) -> bool:
     """Whether every tensor rank holds the whole parameter."""
     return not getattr(parameter, "tensor_model_parallel", False)

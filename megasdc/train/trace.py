@@ -24,7 +24,7 @@ from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import DetailsWriter, ParameterDetails, SampleLosses, StepDetails
 from megasdc.model.kinds import LOSS_FQN
 from megasdc.model.submodules import list_submodules
-from megasdc.optim.zero1 import Fragment, counts_here, owned_fragments
+from megasdc.optim.zero1 import Fragment, counts_here, loss_scale, owned_fragments
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finding import device_name
 from megasdc.sdc.trace import TraceWriter, set_traces_aside, trace_path
@@ -158,7 +158,7 @@ class DetailsRecorder(Hook):
     @torch.no_grad()
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Sum up gradients, weights and moments; waits for the device."""
-        scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+        scale = loss_scale(engine)
         self._sums, self._before = {}, {}
         for name, fragment in self._counted(engine):
             moment = fragment.states(engine.optimizer).get("exp_avg_sq")

@@ -461,6 +461,9 @@ def test_gradients_that_are_not_finite_skip_the_step_or_end_the_training(tmp_pat
     assert run_distributed(_with_nan, 2, str(tmp_path)) == [[0, 1, 74, 0]] * 2
     (skip,) = read_events(tmp_path, kind="skip", name="optimizer_step")
     assert skip.step == 2 and "the gradient of model.layers.0.mlp.up_proj.weight has" in skip.fields["reason"]
+    places = [event.fields for event in read_events(tmp_path, kind="bounds", name="non_finite")]
+    assert {place["action"] for place in places} == {"skip_step", "halt"}
+    assert {place["parameter"] for place in places} == {"model.layers.0.mlp.up_proj.weight"}
 
 
 # --- what it leaves as it was -----------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from megasdc.optim.zero1 import (
     finish_digests,
     grouped_parameters,
     is_bf16_optimizer,
+    loss_scale,
     master_partitions,
     norms_have_equal_bits,
     own_parameters,
@@ -226,7 +227,7 @@ class Chain(Hook):
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Compare due blocks of the state with what the last step left, just before this one uses them."""
-        self._scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+        self._scale = loss_scale(engine)
         self._compare_state()
 
     def _compare_state(self) -> None:
@@ -307,7 +308,7 @@ class Chain(Hook):
         """Whether clip factors follow from the norm; in fp16 norm and clip may have different loss scales."""
         if not (math.isfinite(norm) and norm >= 0):
             return True
-        scale = float(self._optimizer.loss_scale) if self._engine.fp16_enabled() else 1.0
+        scale = loss_scale(self._engine)
         expected = clip_factor(norm * self._scale / scale, float(self._optimizer.clip_grad)) / scale
         return all(abs(float(one) - expected) <= FACTOR_TOLERANCE * expected for one in used.factors)
 

@@ -40,6 +40,7 @@ from megasdc.engine.schedules import StageReplay
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.kinds import LOSS as LOSS_KIND
 from megasdc.model.submodules import Submodule, list_submodules
+from megasdc.optim.bounds import momentum_reset_of
 from megasdc.parallel.collectives import Agreed, Field, compare_replicas
 from megasdc.sdc.audits import PermutableOps, PermutedResult
 from megasdc.sdc.cost import Cadence
@@ -79,7 +80,6 @@ from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.observe import NonFiniteSearch, ObserverSwitch, Watch
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
 from megasdc.train.detection.slices import Checkable, SliceChecks
-from megasdc.train.gradient_bounds import momentum_reset_of
 from megasdc.train.signals import StopSignals
 
 
