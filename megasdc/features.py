@@ -455,7 +455,7 @@ def _recording(start: Start, writer: MetricsWriter | None, study: Study | None) 
         return Recording(None, None, None, None)
     from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
     from megasdc.train.detection.step_checker import build_search, watches_of
-    from megasdc.train.trace import DetailsRecorder, TraceRecorder, build_tracer, trace_header
+    from megasdc.train.trace import DetailsRecorder, TraceRecorder, build_tracer
 
     config, run = start.config, start.run
     watches = [] if injector is None else [watch_for_faults(injector, run.engine)]
@@ -474,7 +474,7 @@ def _recording(start: Start, writer: MetricsWriter | None, study: Study | None) 
     return Recording(
         observation,
         detection,
-        None if tracer is None else TraceRecorder(tracer, trace_header(config, run.engine, tracer.algorithm)),
+        None if tracer is None else TraceRecorder(run, tracer, config),
         details,
     )
 

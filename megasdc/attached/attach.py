@@ -1,8 +1,7 @@
 """``megasdc.attach``: a guard of a training with DeepSpeed, whose model and loop stay as they are.
 
 The guard of Hugging Face's ``Trainer`` waits until that has made its engine, when training begins. A finding becomes
-events, the incident report and the end of the training. Traces of submodules' results are written step by step, in
-files for ``compare_traces.py``.
+events, the incident report and the end of the training.
 """
 
 from __future__ import annotations
@@ -11,32 +10,29 @@ import atexit
 import logging
 import os
 import shlex
-import socket
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megasdc.attached.audit import GuardAudit
 from megasdc.attached.bounds import GuardBounds, check_bounds
-from megasdc.attached.copies import read_copies
 from megasdc.attached.engine import ZERO3, check_engine, check_environment, dims_of, engine_precision
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.nonfinite import GuardNonFinite
-from megasdc.attached.record import ResultRecorder, choose_watched, computing_names, pattern_problems, trained_names
+from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.saves import SaveMarks
-from megasdc.attached.settings import FOLDER, ReproRun, golden_problems, load_settings
+from megasdc.attached.settings import ReproRun, golden_problems, load_settings
+from megasdc.attached.trace import GuardTrace
 from megasdc.attached.training import Protection, Training
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common import durable as room
-from megasdc.common.addresses import MICRO_BATCH_PHASES, PARAMETER
 from megasdc.common.errors import ConfigError, CorruptionError, StorageError
 from megasdc.common.host import deepspeed_buffer, remove_buffers
 from megasdc.common.origin import Origin, count_start
@@ -47,80 +43,8 @@ from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.groups import device_uuid
-from megasdc.sdc.finding import Finding, Suspects, describe_ruling, device_name, gather_places
+from megasdc.sdc.finding import Finding, Suspects, describe_ruling, gather_places
 from megasdc.sdc.incident import Environment, Script, write_incident
-from megasdc.sdc.trace import Trace, TraceWriter, set_traces_aside, trace_path
-
-
-class GuardTrace(Protection):
-    """Part of a guard that records every ``trace.interval``-th step, from its first forward pass to its end."""
-
-    def __init__(self, training: Training) -> None:
-        engine, dims, algorithm = training.engine, training.dims, training.algorithm
-        patterns = training.settings.audit.submodules
-        self._training, self._engine, self._algorithm, self._dims = training, engine, algorithm, dims
-        self._folder, self._interval = training.folder / FOLDER, training.settings.trace.interval
-        self._recorder = ResultRecorder(engine.module, training.watched, algorithm)
-        self._writer: TraceWriter | None = None
-        self._step: int | None = None
-        self._header = {
-            "rank": dims.rank,
-            "host": socket.gethostname(),
-            "layout": dims.layout,
-            "sequence_parallel": False,
-            "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
-            "accumulation_steps": engine.gradient_accumulation_steps(),
-            "algorithm": algorithm.name,
-            "precision": engine_precision(engine),
-            "device": device_name(engine.device),
-            "threads": None if engine.device.type == "cuda" else torch.get_num_threads(),
-            "versions": installed_versions(),
-            "granularity": "gemm" if patterns is None else " ".join(patterns),
-            "phases": [*MICRO_BATCH_PHASES, PARAMETER],
-            "interval": self._interval,
-            "micro_batches": None,
-            "layers": None,
-        }
-        self._begin(training.step)
-
-    def _begin(self, step: int) -> None:
-        """Begin to record a step, if it is due."""
-        if (step - 1) % self._interval == 0:
-            self._step = step
-            self._recorder.attach(step)
-
-    def before_step(self, step: int) -> Iterable[Finding]:
-        """Stop recording; a trace of another step, begun before a checkpoint was loaded, is discarded."""
-        self._recorder.detach()
-        if self._step not in (None, step):
-            self._training.events.emit_on_rank_0("trace", "left_out", step=step, recorded_as=self._step)
-            self._recorder.take()
-            self._step = None
-        return ()
-
-    def after_step(self, step: int) -> None:
-        """Write the step's trace, with the parameters after the step; the next step begins."""
-        if self._step is not None:
-            self._write(self._step)
-        self._begin(self._training.step)
-
-    def _write(self, step: int) -> None:
-        trace, after = self._recorder.take(), read_copies(self._engine, self._algorithm, step)
-        kept = [place for place, address in enumerate(after.addresses) if address.phase == PARAMETER]
-        trace.extend(Trace([after.addresses[one] for one in kept], [after.checksums[one] for one in kept]))
-        if self._writer is None:
-            set_traces_aside(self._folder, self._dims.rank, self._dims.world_size, step)
-            path = trace_path(self._folder, self._dims.rank, step)
-            self._writer = TraceWriter(path, {**self._header, "first_step": step})
-        self._writer.append(trace)
-        self._step = None
-
-    def close(self) -> None:
-        """Remove every hook, and close the file."""
-        self._recorder.detach()
-        if self._writer is not None:
-            self._writer.close()
-
 
 COMPILES = (
     "TrainingArguments.torch_compile: got True; allowed: False, since the submodules of a compiled model cannot be "

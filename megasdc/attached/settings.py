@@ -25,8 +25,6 @@ TRIAL_VARIABLE = "MEGASDC_GUARD_TRIAL"
 saves nothing, and ends the process after so many steps (``megasdc check-determinism``)."""
 FOREIGN = ("megasdc", "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
 """Keys that only configurations of runs or of DeepSpeed have."""
-FOLDER = "trace"
-"""Name of the folder of traces, in the run's folder."""
 
 
 @dataclass(frozen=True)

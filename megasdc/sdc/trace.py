@@ -337,6 +337,8 @@ def _dims(layout: ParallelDims, rank: int) -> ParallelDims:
 
 
 FORMAT = "megasdc.trace.v1"
+TRACE_FOLDER = "trace"
+"""Name of the folder of traces, in the run folder."""
 RECORDED_ALIKE = (
     "layout",
     "sequence_parallel",

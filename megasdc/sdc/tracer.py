@@ -1,17 +1,25 @@
-"""Recording of traces, and the choice of the submodules to record."""
+"""Recording of traces, the file into which a training writes them, and the choice of the submodules to record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common.addresses import MICRO_BATCH_PHASES, Address
 from megasdc.config.sections import TraceSection
 from megasdc.model.kinds import GRANULARITIES
 from megasdc.model.submodules import Submodule
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.finding import device_name
+from megasdc.sdc.trace import TRACE_FOLDER, Trace, TraceWriter, set_traces_aside, trace_path
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+
+if TYPE_CHECKING:
+    from megasdc.sdc.host import Host
 
 
 class Tracer:
@@ -72,6 +80,54 @@ class Tracer:
         trace = Trace(self._addresses, read_back(self._values))
         self._addresses, self._values = [], []
         return trace
+
+
+class TrainingTrace:
+    """This rank's trace of a training in ``<run folder>/trace``; its file begins with the first step that is written.
+
+    Earlier files of steps that are rerun are renamed, not lost.
+
+    Args:
+        algorithm: name of the checksums' algorithm.
+        recorded: what is recorded, for the header: the other fields of ``megasdc.sdc.trace.RECORDED_ALIKE``.
+    """
+
+    def __init__(self, host: Host, algorithm: str, precision: str, recorded: Mapping[str, Any]) -> None:
+        engine = host.engine
+        self._host = host
+        self._writer: TraceWriter | None = None
+        self._header = {
+            "rank": host.dims.rank,
+            "host": socket.gethostname(),
+            "layout": host.dims.layout,
+            "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+            "accumulation_steps": engine.gradient_accumulation_steps(),
+            "algorithm": algorithm,
+            "precision": precision,
+            "device": device_name(engine.device),
+            "threads": None if engine.device.type == "cuda" else torch.get_num_threads(),
+            "versions": installed_versions(),
+            **recorded,
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step was written."""
+        return self._writer is not None
+
+    def append(self, step: int, trace: Trace) -> None:
+        """Write the trace of a step."""
+        if self._writer is None:
+            folder, dims, events = self._host.folder / TRACE_FOLDER, self._host.dims, self._host.events
+            for path in set_traces_aside(folder, dims.rank, dims.world_size, step):
+                events.emit("start", "trace_set_aside", step=step, path=str(path))
+            self._writer = TraceWriter(trace_path(folder, dims.rank, step), {**self._header, "first_step": step})
+        self._writer.append(trace)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 def choose_submodules(

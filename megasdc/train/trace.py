@@ -8,14 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import socket
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.config.load import RunConfig
 from megasdc.config.sections import TraceSection
@@ -26,46 +24,35 @@ from megasdc.model.kinds import LOSS_FQN
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import Fragment, counts_here, loss_scale, owned_fragments
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.finding import device_name
-from megasdc.sdc.trace import TraceWriter, set_traces_aside, trace_path
-from megasdc.sdc.tracer import Tracer, choose_submodules
+from megasdc.sdc.tracer import Tracer, TrainingTrace, choose_submodules
 from megasdc.tensors.checksum import algorithm, default_algorithm
 from megasdc.train.detection.observe import Watch
 
-TRACE_FOLDER = "trace"
-
 
 class TraceRecorder(Hook):
-    """Writes what the tracer recorded in a step to this rank's file in ``<run_dir>/trace``.
+    """Writes what the tracer recorded in a step to this rank's file, which is created after the first step."""
 
-    The file is created after the first step. Earlier files of steps that are rerun are renamed, not lost. ``header``
-    comes from ``trace_header``.
-    """
-
-    def __init__(self, tracer: Tracer, header: dict[str, Any]) -> None:
+    def __init__(self, run: Run, tracer: Tracer, config: RunConfig) -> None:
+        sections = config.megasdc
+        recorded = {"granularity", "phases", "interval", "micro_batches", "layers"}
+        header = {
+            "sequence_parallel": sections.parallel.sequence_parallel,
+            "seed": sections.training.seed,
+            "config_digest": config_digest(config),
+            **sections.trace.model_dump(mode="json", include=recorded),
+        }
         self._tracer = tracer
-        self._header = header
-        self._writer: TraceWriter | None = None
+        self._trace = TrainingTrace(run, tracer.algorithm, config.precision, header)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Append the step's checksums; the first time also if there are none, so that every rank has a file."""
         trace = self._tracer.take()
-        begins = self._writer is None
-        if self._writer is None:
-            self._writer = self._open(run, result.step)
-        if trace or begins:
-            self._writer.append(trace)
-
-    def _open(self, run: Run, first_step: int) -> TraceWriter:
-        folder = run.folder / TRACE_FOLDER
-        for path in set_traces_aside(folder, run.dims.rank, run.dims.world_size, first_step):
-            run.events.emit("start", "trace_set_aside", step=first_step, path=str(path))
-        return TraceWriter(trace_path(folder, run.dims.rank, first_step), {**self._header, "first_step": first_step})
+        if trace or not self._trace.is_open:
+            self._trace.append(result.step, trace)
 
     def close(self) -> None:
         """Close the file."""
-        if self._writer is not None:
-            self._writer.close()
+        self._trace.close()
 
 
 def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None:
@@ -75,29 +62,6 @@ def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None
     chosen = choose_submodules(list_submodules(engine.module), section.granularity, section.layers)
     checksums = default_algorithm(engine.device) if section.algorithm is None else algorithm(section.algorithm)
     return Tracer(checksums, section, [submodule.fqn for submodule in chosen])
-
-
-def trace_header(config: RunConfig, engine: TrainingEngine, algorithm_name: str) -> dict[str, Any]:
-    """Header of a trace: facts about its rank and run, in plain values."""
-    sections = config.megasdc
-    return {
-        "rank": engine.dims.rank,
-        "host": socket.gethostname(),
-        "layout": engine.dims.layout,
-        "sequence_parallel": sections.parallel.sequence_parallel,
-        "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
-        "accumulation_steps": engine.gradient_accumulation_steps(),
-        "algorithm": algorithm_name,
-        "precision": config.precision,
-        "device": device_name(engine.device),
-        "threads": None if engine.device.type == "cuda" else torch.get_num_threads(),
-        "versions": installed_versions(),
-        "seed": sections.training.seed,
-        "config_digest": config_digest(config),
-        **sections.trace.model_dump(
-            mode="json", include={"granularity", "phases", "interval", "micro_batches", "layers"}
-        ),
-    }
 
 
 def config_digest(config: RunConfig) -> str:

@@ -12,6 +12,7 @@ from megasdc.common.errors import TraceError
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import (
     RECORDED_ALIKE,
+    TRACE_FOLDER,
     Comparison,
     Divergence,
     Trace,
@@ -136,7 +137,7 @@ def load_traces(path: Path) -> RunTraces:
 
     Raises ``TraceError`` where there is none, or it cannot be read.
     """
-    folder = path / "trace"
+    folder = path / TRACE_FOLDER
     ranks = read_folder(folder if folder.is_dir() else path)
     return RunTraces(
         str(path),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.attached.settings import FOLDER, TRIAL_VARIABLE
+from megasdc.attached.settings import TRIAL_VARIABLE
 from megasdc.common.errors import LaunchError, TraceError, error_of_rank
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.guard import GuardSettings
@@ -18,7 +18,7 @@ from megasdc.ops.determinism_check.check import CAUSES_FOUND, RUNS_DIFFER, First
 from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.front import launch_run
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.trace import Trace, read_folder
+from megasdc.sdc.trace import TRACE_FOLDER, Trace, read_folder
 
 OBSERVED = "results of submodules, their gradients, and parameters after each step"
 
@@ -104,7 +104,7 @@ def _run_once(
         raise error_of_rank(result.exit_code)("\n".join(result.lines))
     ranks = sum(map(len, result.hosts.values()))
     try:
-        found = read_folder(Path(folder) / FOLDER)
+        found = read_folder(Path(folder) / TRACE_FOLDER)
     except TraceError as error:
         raise LaunchError(
             f"{command.script}: its {ranks} ranks left no whole trace of {steps} steps: {error}; the script must "
