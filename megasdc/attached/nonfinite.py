@@ -36,7 +36,7 @@ from megasdc.sdc.nonfinite import (
     InputKinds,
     NonFinite,
     NonFiniteOrigin,
-    explain,
+    find_first,
     origin_here,
 )
 from megasdc.tensors.nested import map_in, tensors_in
@@ -179,8 +179,8 @@ class GuardNonFinite(Protection):
 
     def __init__(self, training: Training) -> None:
         engine, watched, settings = training.engine, training.watched, training.settings.nonfinite
-        self._engine, self._watched, self._dims, self._group = engine, watched, training.dims, training.host_group
-        self._emit, self._left = training.events.emit_on_rank_0, settings.searches
+        self._training, self._engine, self._watched, self._dims = training, engine, watched, training.dims
+        self._left = settings.searches
         self._warnings = Warnings()
         self._order = [*(one.fqn for one in watched), ROOT]
         self._finite, self._inputs = FiniteRecorder(), InputKinds()
@@ -225,13 +225,13 @@ class GuardNonFinite(Protection):
         if self._left == 0:
             return
         self._left -= 1
-        before = gather_objects(None if seen is None else self._origin_seen(seen), self._group)
-        after, lacks = self._recompute_all(step)
-        found = explain(before, after, self._order, self._dims)
+        before, count = None if seen is None else self._origin_seen(seen), len(self._batches.kept)
+        found, lacks = find_first(self._training, before, count, partial(self._recompute, step), self._order)
         if found.origin is not None and not found.reproduced and found.origin.found.address.phase == BACKWARD:
             found = replace(found, reproduced=None)  # a gradient that the model was given: nobody computed it again
         meaning = None if found.origin is None else found.origin.meaning
-        self._emit(EVENT_KIND, "first", step=step, **found.fields, meaning=meaning, not_recomputed=lacks)
+        fields = {**found.fields, "meaning": meaning, "not_recomputed": lacks}
+        self._training.events.emit_on_rank_0(EVENT_KIND, "first", step=step, **fields)
         if self._dims.rank == 0:
             self._warnings.tell(step, found, lacks)
             if self._left == 0:
@@ -243,34 +243,16 @@ class GuardNonFinite(Protection):
         origin = origin_here(seen, False if given else None, self._parameters(ROOT), inputs_read=False)
         return replace(origin, meaning=self._meanings.of(seen.address, recomputed=False))
 
-    def _recompute_all(self, step: int) -> tuple[list[NonFiniteOrigin | None] | None, list[str]]:
-        """Compute the step's micro-batches again, up to the first with NaN or Inf.
-
-        Returns:
-            First result that is not finite, by rank, None: no micro-batch was computed; and those that were not
-            computed, with the reason, a sentence each.
-        """
-        found: list[NonFiniteOrigin | None] | None = None
-        lacks: list[str] = []
-        kept = self._batches.kept
-        for number in range(max(gather_objects(len(kept), self._group))):
-            own = kept[number].lacks if number < len(kept) else "no forward pass was seen"
-            reasons = gather_objects(own, self._group)
-            if own is None and not (self._dims.tensor > 1 and any(reasons)):  # tensor ranks compute together
-                origin, own = self._recompute(step, number)
-            else:
-                origin = None
-            of_ranks = gather_objects((origin, own), self._group)
-            missing = [f"micro-batch {number} of rank {rank}: {one}" for rank, (_, one) in enumerate(of_ranks) if one]
-            lacks += missing[:1]
-            if any(one is None for _, one in of_ranks) or any(one for one, _ in of_ranks):
-                found = [one for one, _ in of_ranks]
-            if found is not None and any(found):
-                break
-        return found, lacks
-
     def _recompute(self, step: int, number: int) -> tuple[NonFiniteOrigin | None, str | None]:
         """First result of a micro-batch that is not finite, and the reason why it could not be computed to the end."""
+        kept = self._batches.kept
+        lacks = kept[number].lacks if number < len(kept) else "no forward pass was seen"
+        of_ranks = gather_objects(lacks, self._training.host_group)
+        if self._dims.tensor > 1:  # tensor ranks compute together, or not at all
+            lacks = next(filter(None, of_ranks), None)
+        return (None, lacks) if lacks is not None else self._recompute_here(step, number)
+
+    def _recompute_here(self, step: int, number: int) -> tuple[NonFiniteOrigin | None, str | None]:
         kept, problem = self._batches.kept[number], None
         assert kept.batch is not None, "it lacks nothing"
         self._inputs.clear()

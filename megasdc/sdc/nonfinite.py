@@ -7,19 +7,23 @@ non-finite value may mean a diverged model.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.submodules import InputProbe, Named
+from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import execution_key
 from megasdc.tensors.bits import checkable, is_surely_finite, kind_of_extremes, non_finite_kind, start_extremes
+
+if TYPE_CHECKING:
+    from megasdc.sdc.host import Host
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,40 @@ def explain(
     if at_first is None:
         return Explanation(None, None, reproduced)
     return Explanation(at_first[0], before[at_first[0]], reproduced)
+
+
+Recompute = Callable[[int], tuple[NonFiniteOrigin | None, str | None]]
+"""Recomputes a micro-batch on all ranks: this rank's first non-finite result; why it was not computed to the end."""
+
+
+def find_first(
+    host: Host, seen: NonFiniteOrigin | None, micro_batches: int, recompute: Recompute, order: Sequence[str]
+) -> tuple[Explanation, list[str]]:
+    """Find the first NaN or Inf of a step over all ranks; micro-batches are recomputed up to the first that has some.
+
+    Args:
+        seen: this rank's first non-finite result, by the checks of the step.
+        micro_batches: number of this rank's micro-batches that are recomputed; 0 on all ranks: none.
+        recompute: called with the number of each micro-batch that some rank has.
+        order: names of submodules, in the order in which they are computed.
+
+    Returns:
+        The place, and the micro-batches that were not computed to the end, a sentence each.
+
+    Collective: all ranks of the world.
+    """
+    before = gather_objects((seen, micro_batches), host.host_group)
+    after: list[NonFiniteOrigin | None] | None = None
+    lacks: list[str] = []
+    for number in range(max(count for _, count in before)):
+        of_ranks = gather_objects(recompute(number), host.host_group)
+        missing = [f"micro-batch {number} of rank {rank}: {one}" for rank, (_, one) in enumerate(of_ranks) if one]
+        lacks += missing[:1]
+        if any(one is None for _, one in of_ranks) or any(one for one, _ in of_ranks):
+            after = [one for one, _ in of_ranks]
+        if after is not None and any(after):
+            break
+    return explain([one for one, _ in before], after, order, host.dims), lacks
 
 
 def _result(origin: NonFiniteOrigin | None) -> NonFinite | None:

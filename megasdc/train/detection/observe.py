@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +15,19 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.observer import Listener, Observer
 from megasdc.model.submodules import list_submodules
-from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.nonfinite import (
     EVENT_KIND,
     FiniteRecorder,
     InputKinds,
     NonFinite,
     NonFiniteOrigin,
-    explain,
+    find_first,
     origin_here,
 )
-from megasdc.sdc.tracer import Tracer
 
 if TYPE_CHECKING:
     from megasdc.faults.injector import Injector
+    from megasdc.sdc.tracer import Tracer
 
 
 @dataclass(frozen=True)
@@ -143,11 +142,9 @@ class NonFiniteSearch:
     def __init__(
         self, run: Run, observation: ObserverSwitch, recompute_micro_batch: Callable[[TrainingEngine, int], Any]
     ) -> None:
-        self._dims = run.dims
-        self._group = run.host_group
-        self._events = run.events
+        self._run = run
         self._observation = observation
-        self._rehearse = recompute_micro_batch
+        self._recompute = recompute_micro_batch
         self._submodules = list_submodules(run.engine.module)
         self._order = [submodule.fqn for submodule in self._submodules]
         self.place: str | None = None
@@ -165,29 +162,25 @@ class NonFiniteSearch:
 
         Collective: all ranks of the world.
         """
-        before = gather_objects(None if seen is None else self._origin(seen, True, inputs_read=False), self._group)
-        after = self._repeat(engine) if repeat else None
-        found = explain(before, after, self._order, self._dims)
+        run, recorder, inputs = self._run, FiniteRecorder(), InputKinds()
+
+        def recompute(micro_batch: int) -> tuple[NonFiniteOrigin | None, None]:
+            inputs.clear()
+            self._recompute(engine, micro_batch)
+            own = recorder.take(run.dims)
+            return None if own is None else self._origin(own, inputs.finite(own.address), inputs_read=True), None
+
+        before = None if seen is None else self._origin(seen, True, inputs_read=False)
+        with ExitStack() as watching:
+            if repeat:
+                watching.enter_context(self._observation.everything(recorder))
+                watching.enter_context(inputs.look_at(self._submodules))
+            found, _ = find_first(run, before, engine.completed if repeat else 0, recompute, self._order)
         self.place = found.text
-        if self._dims.rank != 0 or (found.origin is None and found.reproduced is None):
+        if run.dims.rank != 0 or (found.origin is None and found.reproduced is None):
             return
         logger.warning("step %d: %s", engine.step_number, self.place)
-        self._events.emit(EVENT_KIND, "first", step=engine.step_number, **found.fields)
-
-    def _repeat(self, engine: TrainingEngine) -> list[NonFiniteOrigin | None]:
-        """Recompute the step's micro-batches; returns the first non-finite result by rank, None: all are finite."""
-        recorder, inputs = FiniteRecorder(), InputKinds()
-        found: list[NonFiniteOrigin | None] = [None] * self._dims.world_size
-        with self._observation.everything(recorder), inputs.look_at(self._submodules):
-            for micro_batch in range(max(gather_objects(engine.completed, self._group))):
-                inputs.clear()
-                self._rehearse(engine, micro_batch)
-                own = recorder.take(self._dims)
-                origin = None if own is None else self._origin(own, inputs.finite(own.address), inputs_read=True)
-                found = gather_objects(origin, self._group)
-                if any(found):
-                    break
-        return found
+        run.events.emit_on_rank_0(EVENT_KIND, "first", step=engine.step_number, **found.fields)
 
     def _origin(self, found: NonFinite, inputs_finite: bool | None, *, inputs_read: bool) -> NonFiniteOrigin:
         parameters = [

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megasdc.attached import nonfinite
 from megasdc.attached.batch_replayer import BatchReplayer
 from megasdc.attached.nonfinite import (
     CHOSEN,
@@ -20,6 +22,7 @@ from megasdc.attached.nonfinite import (
     LOSS,
     NO_LABEL,
     SEEN,
+    GuardNonFinite,
     Meanings,
     MicroBatches,
     Warnings,
@@ -132,3 +135,14 @@ def test_what_came_again_is_told_in_words_and_at_the_end(caplog: pytest.LogCaptu
     assert [one.partition(":")[0] for one in caplog.messages] == [
         "NaN or Inf again in 1 more steps, the last is step 7"
     ]
+
+
+def test_tensor_ranks_do_not_count_what_one_of_them_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch that no tensor rank computes again has a reason on each, and is not taken for finite."""
+    monkeypatch.setattr(nonfinite, "gather_objects", lambda own, _: [own, "it has more bytes"])
+    kept = [SimpleNamespace(lacks=None)]
+    training = SimpleNamespace(host_group=None)
+    guard: Any = SimpleNamespace(
+        _batches=SimpleNamespace(kept=kept), _training=training, _dims=ParallelDims(2, 1, 1), _recompute_here=None
+    )
+    assert GuardNonFinite._recompute(guard, 1, 0) == (None, "it has more bytes")
