@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.attached import attach as attached
-from megasdc.attached.attach import Guard, TrainerGuard
+from megasdc.attached.attach import Guard
+from megasdc.attached.trainer import TrainerGuard
 from megasdc.config.guard import GuardSettings
 from megasdc.ops.health.attached import build_phases, build_stragglers
 

@@ -1,7 +1,6 @@
 """``megasdc.attach``: a guard of a training with DeepSpeed, whose model and loop stay as they are.
 
-The guard of Hugging Face's ``Trainer`` waits until that has made its engine, when training begins. A finding becomes
-events, the incident report and the end of the training.
+A finding becomes events, the incident report and the end of the training.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ import torch.distributed as dist
 
 from megasdc.attached.audit import GuardAudit
 from megasdc.attached.bounds import GuardBounds, check_bounds
-from megasdc.attached.engine import ZERO3, check_engine, check_environment, dims_of, engine_precision
+from megasdc.attached.engine import check_engine, check_environment, dims_of, engine_precision
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.nonfinite import GuardNonFinite
 from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.saves import SaveMarks
 from megasdc.attached.settings import ReproRun, golden_problems, load_settings
 from megasdc.attached.trace import GuardTrace
+from megasdc.attached.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.attached.training import Protection, Training
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common import durable as room
@@ -43,101 +43,9 @@ from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.groups import device_uuid
-from megasdc.sdc.finding import Finding, Suspects, describe_ruling, gather_places
-from megasdc.sdc.incident import Environment, Script, write_incident
-
-COMPILES = (
-    "TrainingArguments.torch_compile: got True; allowed: False, since the submodules of a compiled model cannot be "
-    "observed. torch_compile_backend and torch_compile_mode set it, too: leave them out."
-)
-
-
-class TrainerGuard:
-    """Attaches a guard whenever a ``Trainer`` begins to train, and closes it at the end.
-
-    Args:
-        trainer: a ``Trainer`` with ``TrainingArguments(deepspeed=...)``.
-        attach: called with the trainer's engine; returns a guard.
-
-    Attributes:
-        guard: guard of the running or last training; None: none has begun.
-    """
-
-    def __init__(self, trainer: Any, attach: Callable[[Any], Any]) -> None:
-        from transformers import TrainerCallback
-
-        self.guard: Any = None
-        self._trainer, self._train = trainer, trainer.train
-        self._checkpoint: Path | None = None
-        """Checkpoint from which the next training goes on, None: none; it is loaded before callbacks are called."""
-        trainer.train = self._noting
-        owner = self
-
-        class Attaching(TrainerCallback):  # type: ignore[misc]
-            """Callback that attaches a guard when training begins, and closes it at the end."""
-
-            def on_train_begin(self, *_: Any, **__: Any) -> None:
-                owner.guard = attach(trainer.model_wrapped)
-                if owner._checkpoint is not None:
-                    owner.guard.loaded(owner._checkpoint)
-
-            def on_train_end(self, *_: Any, **__: Any) -> None:
-                owner._end()
-
-        self._callback = Attaching()
-        trainer.add_callback(self._callback)
-
-    def close(self) -> None:
-        """Undo everything, also for later trainings; closing again does nothing."""
-        self._end()
-        vars(self._trainer).pop("train", None)
-        self._trainer.remove_callback(self._callback)
-
-    def _noting(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        from transformers.trainer_utils import get_last_checkpoint
-
-        of_trainer = resume_from_checkpoint
-        if of_trainer is True:
-            of_trainer = get_last_checkpoint(self._trainer.args.output_dir)
-        latest = Path(of_trainer) / "latest" if of_trainer else None
-        found = None if latest is None or not latest.is_file() else latest.with_name(latest.read_text().strip())
-        self._checkpoint = found
-        return self._train(resume_from_checkpoint, *args, **options)
-
-    def _end(self) -> None:
-        if self.guard is not None:
-            self.guard.close()
-
-
-def is_trainer(value: Any) -> bool:
-    """Whether a value is a ``Trainer``, told by its class name, without an import of transformers."""
-    return any(f"{kind.__module__}.{kind.__name__}" == "transformers.trainer.Trainer" for kind in type(value).__mro__)
-
-
-def check_trainer(trainer: Any, settings: GuardSettings) -> None:
-    """Refuse a trainer that does not train with DeepSpeed.
-
-    Raises:
-        ConfigError: the trainer does not use DeepSpeed, or its arguments already show that its engine cannot be
-            guarded, or patterns of the settings match nothing in its model.
-    """
-    if not trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "trainer: it trains without DeepSpeed, alone or by DistributedDataParallel or FSDP, which cannot be "
-            "guarded yet; give TrainingArguments(deepspeed=...) a DeepSpeed configuration, such as one with ZeRO 0, "
-            "whose replicas are those of DistributedDataParallel."
-        )
-    problems = []
-    if trainer.args.torch_compile:
-        problems.append(COMPILES)
-    if trainer.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():
-        problems.append(ZERO3)
-    problems += pattern_problems(settings, computing_names(trainer.model), trained_names(trainer.model))
-    if problems:
-        raise ConfigError(problems)
-
-
-SEVERITY = ("warn", "halt")
+from megasdc.sdc.finding import Finding, Suspects
+from megasdc.sdc.incident import Environment, Script
+from megasdc.sdc.policy import choose_action, report_finding, what_to_do
 
 
 class CorruptionExit(CorruptionError, SystemExit):
@@ -149,78 +57,9 @@ class CorruptionExit(CorruptionError, SystemExit):
         return self.exit_code
 
 
-class Verdicts:
-    """Acts on findings as the policy says.
-
-    Args:
-        saves: record of the checkpoints that may be trusted.
-
-    Collective: all ranks of the world.
-    """
-
-    def __init__(self, training: Training, saves: SaveMarks) -> None:
-        self._training, self._saves = training, saves
-        self._ranks = gather_places(training.engine.device, training.dims, training.host_group)
-        self._agreed: int | None = None
-
-    def agreed(self, step: int) -> None:
-        """Note that all ranks have agreed in an audit of a step."""
-        self._agreed = step
-        self._saves.agreed(step)
-
-    def act(self, step: int, found: Finding) -> None:
-        """Report a finding, and end the training if its policy is to halt.
-
-        Raises:
-            CorruptionExit: the policy is to halt; on all ranks.
-
-        Collective: all ranks of the world.
-        """
-        training, policy = self._training, self._training.settings.sdc.policy
-        action = max((getattr(policy, one.verdict) for one in found.rulings), key=SEVERITY.index)
-        for ruling in found.rulings:
-            training.events.emit_on_rank_0(
-                "sdc", "verdict", step=step, tier=found.tier, action=action, **describe_ruling(ruling)
-            )
-        training.suspects.add(one.rank for one in found.rulings if one.rank is not None)
-        is_first = training.dims.rank == 0
-        page = gather_objects(self._report(step, found, action) if is_first else None, training.host_group)[0]
-        what = "golden trace" if found.tier == "golden" else "audit"
-        text = f"the {what} of step {step} found silent data corruption: {found.text}. " + (
-            f"What to do: {page}" if page else "The incident report could not be written"
-        )
-        if is_first:
-            logger.error("%s; %s", text, "the step is not taken" if action == "halt" else "training goes on")
-        if action == "halt":
-            training.events.emit_on_rank_0("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
-            raise CorruptionExit(text)
-
-    def _report(self, step: int, found: Finding, action: str) -> str | None:
-        training = self._training
-        try:
-            incident = found.incident(
-                *(training.folder, step, action, self._ranks),
-                environment=Environment(installed_versions(), training.dims.layout, engine_precision(training.engine)),
-                verified_checkpoint=_text(self._saves.verified),
-                newest_candidate=_text(self._saves.candidate),
-                script=Script(_command(sys.argv), self._agreed),
-                attempt=training.events.origin.attempt,
-            )
-            return str(write_incident(incident)[1])
-        except StorageError as error:
-            logger.error("%s", error)
-        except Exception:  # any error in the evidence: the other ranks wait for the page
-            logger.exception("the incident of step %d cannot be reported", step)
-        return None
-
-
 def _command(words: Sequence[str]) -> str:
     """A command line without what the launcher has added on this rank."""
     return shlex.join(word for word in words if not word.startswith(("--local_rank=", "--local-rank=")))
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 logger = logging.getLogger(__name__)
@@ -341,7 +180,6 @@ class Guard:
         try:
             self._training = training = replace(self._begin(engine, settings), hides_losses=hides_losses)
             self._saves = self._keep(SaveMarks(training, saves=trial is None))
-            self._verdicts = Verdicts(training, self._saves)
             self._parts = self._attach(training)
             for build in more:
                 if (part := build(training)) is not None:
@@ -403,7 +241,7 @@ class Guard:
             if self.dims.rank == 0:
                 logger.warning("guard: nothing is audited: %s", reason)
         elif settings.audit.enabled:
-            self._audit = self._keep(GuardAudit(training, self._verdicts.agreed))
+            self._audit = self._keep(GuardAudit(training, self._saves.agreed))
             parts.append(self._audit)
         if settings.optimizer_hooks:
             parts.append(self._keep(GuardBounds(training)))
@@ -432,10 +270,10 @@ class Guard:
         if problems := pattern_problems(settings, submodules, parameters):
             raise ConfigError(problems)
         events.origin = replace(origins[0], device=device_uuid())
-        suspects = Suspects()
-        suspects.on_start(engine.device, world)
         watched = tuple(choose_watched(model, patterns))
-        return Training(engine, settings, self.dims, watched, world, copies, suspects, events)
+        training = Training(engine, settings, self.dims, watched, world, copies, Suspects(), events)
+        training.suspects.on_start(training)
+        return training
 
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """Host groups of all ranks, and of the ranks that hold the same parameters as this one."""
@@ -462,7 +300,7 @@ class Guard:
         try:
             for part in self._parts:
                 for found in part.before_step(step):
-                    self._verdicts.act(step, found)
+                    self._act(step, found)
             result = take_step(*args, **options)
             for part in (*self._parts, self._saves):
                 part.after_step(step)
@@ -476,6 +314,37 @@ class Guard:
             atexit.register(_end_groups)
             raise
         return result
+
+    def _act(self, step: int, found: Finding) -> None:
+        """Report a finding, and end the training if its policy is to halt.
+
+        Raises:
+            CorruptionExit: the policy is to halt; on all ranks.
+
+        Collective: all ranks of the world.
+        """
+        training, settings = self._training, self._training.settings
+        action = choose_action(settings.sdc.policy, found)
+        page = report_finding(
+            *(training, training.suspects, step, found, action), self._describe, settings.health.alert_command
+        )
+        what = "golden trace" if found.tier == "golden" else "audit"
+        text = f"the {what} of step {step} found silent data corruption: {found.text}. {what_to_do(page)}"
+        if self.dims.rank == 0:
+            logger.error("%s; %s", text, "the step is not taken" if action == "halt" else "training goes on")
+        if action == "halt":
+            training.events.emit_on_rank_0("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
+            raise CorruptionExit(text)
+
+    def _describe(self, _: list[str]) -> dict[str, Any]:
+        """Fields of an incident; see ``policy.Describe``."""
+        engine, saves = self._training.engine, self._saves
+        return {
+            "environment": Environment(installed_versions(), self.dims.layout, engine_precision(engine)),
+            "verified_checkpoint": saves.verified and str(saves.verified),
+            "newest_candidate": saves.candidate and str(saves.candidate),
+            "script": Script(_command(sys.argv), saves.agreed_step),
+        }
 
 
 def _start_of(folder: Path) -> Origin:

@@ -191,6 +191,7 @@ class SaveMarks(Protection):
 
     Attributes:
         verified: folder of the newest marked checkpoint; None: there is none.
+        agreed_step: step of the last audit in which all replicas agreed; None: there was none.
         candidate: folder of the newest checkpoint that is not marked; None: there is none.
 
     Collective: all ranks of the world, where it is made.
@@ -210,6 +211,7 @@ class SaveMarks(Protection):
         if getattr(self._engine, "loaded_checkpoint_dp_world_size", None) is not None:
             self._loaded = _Loaded(int(self._engine.global_steps), None, _ATTACHED_LATER)
         self.verified: Path | None = None
+        self.agreed_step: int | None = None
         self._engine.save_checkpoint, self._engine.load_checkpoint = self._noting, self._loading
 
     def close(self) -> None:
@@ -311,7 +313,7 @@ class SaveMarks(Protection):
 
     def agreed(self, audit_step: int) -> None:
         """Note that all replicas have agreed in an audit before an optimizer step."""
-        self._agreed = audit_step, int(self._engine.skipped_steps)
+        self._agreed, self.agreed_step = (audit_step, int(self._engine.skipped_steps)), audit_step
 
     def after_step(self, step: int) -> None:
         """After the optimizer step, mark checkpoints that hold only steps before one that was audited.

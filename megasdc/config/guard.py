@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megasdc.config.detection import PolicySection
 from megasdc.config.fields import (
     NO_MATTER,
     NonNegativeFloat,
@@ -48,7 +49,7 @@ class GuardAuditSection(Section):
     seed: NonNegativeInt = setting(1234, "Of what the batches draw themselves, such as dropout.")
 
 
-class GuardPolicySection(Section):
+class GuardPolicySection(PolicySection):
     """Actions after a finding, by verdict.
 
     halt: the step is not taken, an incident report is written, and all ranks exit with the corruption code.
@@ -143,7 +144,10 @@ class GuardHealthSection(Section):
         1.05, "A rank whose forward passes take so many times as long as those of its peers is a straggler; null: none."
     )
     alert_command: list[str] = setting(
-        [], "Program and arguments that get an incident of it as JSON on standard input; empty: none.", NO_MATTER
+        [],
+        "Program and arguments, run without a shell for at most 10 s with each incident as JSON on standard input: a "
+        "run that is stuck, a finding of corruption. Empty: none.",
+        NO_MATTER,
     )
 
 

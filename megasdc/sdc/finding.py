@@ -6,7 +6,6 @@ device (``Suspects``), since a restart or a change of layout may move ranks.
 
 from __future__ import annotations
 
-import datetime
 import os
 import platform
 import socket
@@ -16,20 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megasdc.common.addresses import Address
-from megasdc.common.origin import this_launch
 from megasdc.parallel.collectives import gather_objects
-from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.incident import DisputedRank, FlaggedRank, Incident, IncidentEvidence, Opinion, RankPlace, how_often
+from megasdc.sdc.host import Host
+from megasdc.sdc.incident import DisputedRank, FlaggedRank, Opinion, RankPlace, how_often
 from megasdc.sdc.trace import Counts
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
 
 SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
 """Verdicts by falling severity; the most severe of a finding is its incident's."""
-DONE = {"halt": "halted", "isolate": "isolated", "repair": "repaired", "warn": "committed"}
-"""Action as an incident reports it, by the policy's name."""
+DONE = {"warn": "committed", "repair": "repaired", "isolate": "isolated", "halt": "halted"}
+"""Action as an incident reports it, by the policy's name, in the order of rising severity."""
 
 
 @dataclass(frozen=True)
@@ -58,33 +55,6 @@ class Finding:
     def text(self) -> str:
         """The rulings as a sentence for people."""
         return "; ".join(map(_say, self.rulings))
-
-    def incident(self, run_dir: Path, step: int, action: str, ranks: Sequence[RankPlace], **more: Any) -> Incident:
-        """Incident of the finding, for a report.
-
-        Args:
-            action: one of the keys of ``DONE``.
-            ranks: places of all ranks.
-            **more: other fields of ``Incident``.
-        """
-        return Incident(
-            time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            run_dir=str(run_dir),
-            step=step,
-            micro_batch=self.micro_batch,
-            tier=self.tier,  # type: ignore[arg-type]
-            verdict=self.worst.verdict,  # type: ignore[arg-type]
-            basis=self.worst.basis,  # type: ignore[arg-type]
-            policy=action,  # type: ignore[arg-type]
-            done=DONE[action],  # type: ignore[arg-type]
-            flagged=self.flagged(ranks, step),
-            disputed=self.disputed(ranks, step),
-            ranks=tuple(ranks),
-            evidence=IncidentEvidence(self.compared, self.differing),
-            opinions=self.opinions,
-            launch=this_launch(),
-            **more,
-        )
 
     def flagged(self, ranks: Sequence[RankPlace], step: int) -> tuple[FlaggedRank, ...]:
         """Ranks named as wrong, in a step; ``ranks``: places of all ranks."""
@@ -155,22 +125,28 @@ def device_name(device: torch.device) -> str:
     return f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def gather_places(device: torch.device, dims: ParallelDims, group: dist.ProcessGroup | None) -> list[RankPlace]:
-    """The place of every rank; ``group``: a host group of all ranks, which call it together."""
-    here = (socket.gethostname(), device_name(device), dims.dp_rank, dims.pp_rank, dims.tp_rank)
-    return [RankPlace(rank, *place) for rank, place in enumerate(gather_objects(here, group))]
-
-
 class Suspects:
-    """Devices that computed wrong results before, whatever rank they had."""
+    """Devices that computed wrong results before, whatever rank they had.
+
+    Attributes:
+        places: the place of every rank.
+    """
 
     def __init__(self) -> None:
+        self.places: list[RankPlace] = []
         self._found: set[tuple[str, str]] = set()
         self._of_rank: list[tuple[str, str]] = []
 
-    def on_start(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Gather the host and device of every rank; all ranks of the world call it together, with their host group."""
-        self._of_rank = gather_objects((socket.gethostname(), device_id(device)), group)
+    def on_start(self, host: Host) -> None:
+        """Gather the host, device and place of every rank.
+
+        Collective: all ranks of the world.
+        """
+        device, dims = host.engine.device, host.dims
+        place = (socket.gethostname(), device_name(device), dims.dp_rank, dims.pp_rank, dims.tp_rank)
+        found = gather_objects((place, device_id(device)), host.host_group)
+        self.places = [RankPlace(rank, *place) for rank, (place, _) in enumerate(found)]
+        self._of_rank = [(place[0], identifier) for place, identifier in found]
 
     @property
     def ranks(self) -> frozenset[int]:

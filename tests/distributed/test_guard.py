@@ -167,7 +167,8 @@ def test_what_was_wrong_once_ends_nothing(tmp_path: Path) -> None:
 def _with_checkpoints(folder: str) -> int:
     """Body of a rank: audits before steps 1, 3 and 6, saves after steps 1, 3 and 4, a wrong weight before step 6."""
     engine = _engine(1)
-    guard = megasdc.attach(engine, _settings(folder, audit={"interval": 3}))
+    alerts = {"alert_command": ["dd", f"of={folder}/alert"]}
+    guard = megasdc.attach(engine, _settings(folder, audit={"interval": 3}, health=alerts))
     own = engine.save_checkpoint
     for steps, tag in ((1, None), (2, "third"), (1, None)):
         train(engine, steps, guard.dims.dp_rank)
@@ -183,7 +184,7 @@ def _with_checkpoints(folder: str) -> int:
 
 
 def test_checkpoints_before_an_agreement_are_marked(tmp_path: Path) -> None:
-    """And no other; the report says from which to go on."""
+    """And no other; the report, which the alert gets, says from which to go on."""
     assert run_distributed(_with_checkpoints, 3, str(tmp_path)) == [73] * 3
     marked = {path.parent.name for path in (tmp_path / "saved").glob("*/megasdc_verified.json")}
     assert marked == {"global_step1"}
@@ -193,6 +194,7 @@ def test_checkpoints_before_an_agreement_are_marked(tmp_path: Path) -> None:
     found = incident.verified_checkpoint, incident.newest_candidate
     assert found == (str(saved / "global_step1"), str(saved / "global_step4"))
     assert f"Go on from {saved / 'global_step1'}" in page.read_text()
+    assert (tmp_path / "alert").read_text() == page.with_suffix(".json").read_text()
     assert [one.step for one in read_events(tmp_path, kind="verify", name="checkpoint")] == [1]
 
 

@@ -22,18 +22,17 @@ from megasdc.checkpoint.manifest import installed_versions, read_complete
 from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, find_place
 from megasdc.checkpoint.verify import list_verified, mark_corruption, mark_verified
 from megasdc.common.errors import CorruptionError, DataError, StorageError
-from megasdc.common.user_code import alert
 from megasdc.config.detection import EXTRA, TRAINING, SdcSection
 from megasdc.config.load import RunConfig
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.engine.observer import Listener
-from megasdc.events import read_events
-from megasdc.parallel.collectives import Agreed, gather_objects
+from megasdc.parallel.collectives import Agreed
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
-from megasdc.sdc.finding import Finding, Suspects, describe_ruling, gather_places
+from megasdc.sdc.finding import Finding, Suspects
 from megasdc.sdc.host import find_comparable
-from megasdc.sdc.incident import FAULT_FIELDS, Environment, Incident, RankPlace, write_incident
+from megasdc.sdc.incident import FAULT_FIELDS, Environment
+from megasdc.sdc.policy import choose_action, report_finding, what_to_do
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.verdict import NOT_REPRODUCED
 from megasdc.train.checkpointer import checkpoint_folder, mark_memory
@@ -58,13 +57,8 @@ from megasdc.train.detection.findings import (
 from megasdc.train.detection.golden import GoldenCheck
 from megasdc.train.isolation import IsolationError
 
-SHOWN_EVENTS = 20
-SHOWN_GAPS = 5
-
-
 logger = logging.getLogger(__name__)
 
-SEVERITY = ("warn", "repair", "isolate", "halt")
 STATE_TIERS = ("parameters", "copies", "copy", SETTINGS)
 """Names of checks of the state at the start of a step, that is, of the step before."""
 SLICE_TIERS = ("reduction", "state", "update", "norm", "clipping")
@@ -116,7 +110,7 @@ class FindingPolicy:
         """
         left: dict[str, str] = {}
         self._incidents.on_start()
-        self._suspects.on_start(run.engine.device, self._group)
+        self._suspects.on_start(run)
         self._comparable = find_comparable(run, self._keys)
         everywhere = self._dims.pipeline * self._dims.tensor
         if (number := len(self._comparable)) < everywhere:
@@ -300,8 +294,7 @@ class FindingPolicy:
         """
         if not found.rulings:
             return False
-        policy = self._section.policy
-        action = max((getattr(policy, ruling.verdict) for ruling in found.rulings), key=SEVERITY.index)
+        action = choose_action(self._section.policy, found)
         lasts = any(ruling.verdict != NOT_REPRODUCED for ruling in found.rulings)
         half = found.unrepaired if action == "repair" else ""
         if action == "repair" and (half or repaired or (lasts and not in_step)):
@@ -313,20 +306,17 @@ class FindingPolicy:
         ends_here = action in ("halt", "isolate")
         if ends_here:  # first, so that the next start knows even if a report fails
             self._incidents.mark(step)
-        for ruling in found.rulings:
-            self._emit("verdict", step=step, tier=found.tier, action=action, **describe_ruling(ruling))
-        self._suspects.add(ruling.rank for ruling in found.rulings if ruling.rank is not None)
         if action == "warn":
             self._accepted = step - 1 if found.tier in STATE_TIERS else step
         text = found.text
-        page = self._incidents.report(step, found, action)
+        page = self._incidents.report(step, found, action, self._suspects)
         if ends_here:
             again = " after the step was recomputed" if repaired else ""
             text += f"; the step cannot be repaired, since {half}" if half else ""
             ends = "is the last, and is not saved" if found.tier in SLICE_TIERS else "is not committed"
             goes_back = "" if action == "isolate" else f"{self._incidents.way_back}. "
             message = f"step {step} {ends}: the {found.tier} check found silent data corruption{again}: {text}. " + (
-                goes_back + (f"What to do: {page}" if page else "The incident report could not be written")
+                goes_back + what_to_do(page)
             )
             if action == "halt":
                 raise CorruptionError(message)
@@ -412,19 +402,17 @@ class Incidents:
         self._config = config
         self._run = run
         self._checkpoints = checkpoint_folder(config)
-        self._ranks: list[RankPlace] = []
         self._place: FolderRanks | None = None
         self._unmarked: dict[int, str] = {}  # steps whose checkpoints stay candidates, and why, as it was told
         self._agreed: tuple[int, int] | None = None  # newest step that an audit has agreed on, and that audit's
 
     def on_start(self) -> None:
-        """Gather the place of every rank.
+        """Find the place of this rank in the checkpoints' folder.
 
         Collective: all ranks of the world.
         """
-        dims, group = self._run.dims, self._run.host_group
-        self._ranks = gather_places(self._run.engine.device, dims, group)
-        self._place = find_place(CheckpointGroup(self._config.megasdc.checkpoint.storage, group))
+        storage = self._config.megasdc.checkpoint.storage
+        self._place = find_place(CheckpointGroup(storage, self._run.host_group))
 
     def mark(self, step: int, see: str | None = None, *, any_rank: bool = False) -> None:
         """Restrict the next start to verified checkpoints; a mark that cannot be written is logged.
@@ -471,34 +459,13 @@ class Incidents:
         line, held = read_line(folder), find_held(folder, run)[0]
         return {one.record.step for one in held if line.verifies(one.record)}
 
-    def report(self, step: int, found: Finding, action: str) -> str | None:
-        """Write the reports; before a halt, name the page in the mark for the next start.
-
-        Returns:
-            Path of the page, on all ranks; None: it could not be written, which was logged.
-
-        Collective: all ranks of the world.
-        """
-        path = None
-        if self._run.dims.rank == 0:
-            try:
-                data, page = write_incident(self._describe(step, found, action))
-                path = str(page)
-                self._alert(step, data)
-            except StorageError as error:
-                logger.error("%s", error)
-            except Exception:  # any error in the evidence: the other ranks wait in the gather below
-                logger.exception("the incident of step %d cannot be reported", step)
-        path = gather_objects(path, self._run.host_group)[0]
-        if action in ("halt", "isolate") and path is not None:
-            self.mark(step, path)
-        return path
-
-    def _alert(self, step: int, incident: Path) -> None:
-        """Run the alert command for an incident; other ranks wait, so that a launch does not end before it is sent."""
-        if problem := alert(self._config.megasdc.health.alert_command, incident, incident.read_text()):
-            logger.warning("%s", problem)
-            self._run.events.emit("health", "alert_failed", step=step, problem=problem)
+    def report(self, step: int, found: Finding, action: str, suspects: Suspects) -> str | None:
+        """Report a finding, as ``report_finding`` does; before a halt, name the page in the mark for the next start."""
+        alert_command = self._config.megasdc.health.alert_command
+        page = report_finding(self._run, suspects, step, found, action, self._describe, alert_command)
+        if action in ("halt", "isolate") and page is not None:
+            self.mark(step, page)
+        return page
 
     def verified(self, last: int, audit_step: int) -> None:
         """Mark checkpoints up to the step ``last`` as verified, after an audit agreed."""
@@ -523,33 +490,18 @@ class Incidents:
                 told=self._unmarked,
             )
 
-    def _describe(self, step: int, found: Finding, action: str) -> Incident:
-        sections, engine = self._config.megasdc, self._run.engine
-        gaps: list[str] = []
-        earlier = tuple(read_events(self._run.folder, kind="sdc", broken=gaps))[-SHOWN_EVENTS:]
-        verified, saved = self._list_checkpoints(gaps)
-        if len(gaps) > SHOWN_GAPS:
-            gaps[SHOWN_GAPS:] = [f"and {len(gaps) - SHOWN_GAPS} more"]
-        newest = max(set(saved) - set(verified), default=None)
-        return found.incident(
-            *(self._run.folder, step, action, self._ranks),
-            environment=Environment(installed_versions(), engine.dims.layout, self._config.precision),
-            earlier=earlier,
-            attempt=self._run.events.origin.attempt,
-            golden=sections.sdc.golden,
-            verified_checkpoint=self._folder(max(verified, default=None)),
-            newest_candidate=self._folder(newest if newest is not None and newest > max(verified, default=0) else None),
-            not_read=tuple(gaps),
-            injected=tuple(name for name in FAULT_FIELDS if getattr(sections, name.rpartition(".")[2])),
-        )
-
-    def _list_checkpoints(self, gaps: list[str]) -> tuple[list[int], list[int]]:
-        """Steps of the verified and of all checkpoints; read errors are added to ``gaps``."""
+    def _describe(self, gaps: list[str]) -> dict[str, Any]:
+        """Fields of an incident; see ``policy.Describe``."""
+        sections, verified, newest = self._config.megasdc, 0, 0
         try:
-            return list_verified(self._checkpoints), list_steps(self._checkpoints)
+            verified = max(list_verified(self._checkpoints), default=0)
+            newest = max(list_steps(self._checkpoints), default=0)
         except OSError as error:
             gaps.insert(0, f"checkpoints cannot be listed: {error}")
-            return [], []
-
-    def _folder(self, step: int | None) -> str | None:
-        return None if step is None else str(self._checkpoints / step_folder(step))
+        return {
+            "environment": Environment(installed_versions(), self._run.dims.layout, self._config.precision),
+            "golden": sections.sdc.golden,
+            "verified_checkpoint": str(self._checkpoints / step_folder(verified)) if verified else None,
+            "newest_candidate": str(self._checkpoints / step_folder(newest)) if newest > verified else None,
+            "injected": tuple(name for name in FAULT_FIELDS if getattr(sections, name.rpartition(".")[2])),
+        }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc import finding
 from megasdc.sdc.finding import Suspects
 
@@ -15,9 +18,13 @@ A0, A1, B0, B1 = ("a", "cpu-0"), ("a", "cpu-1"), ("b", "cpu-0"), ("b", "cpu-1")
 
 def started(monkeypatch: pytest.MonkeyPatch, *places: tuple[str, str]) -> Suspects:
     """Of a run whose ranks are on these hosts and devices; what ranks tell each other is given."""
-    monkeypatch.setattr(finding, "gather_objects", lambda own, group: list(places))
+    gathered = [((name, "a processor", rank, 0, 0), device) for rank, (name, device) in enumerate(places)]
+    monkeypatch.setattr(finding, "gather_objects", lambda own, group: gathered)
+    host: Any = SimpleNamespace(
+        engine=SimpleNamespace(device=torch.device("cpu")), dims=ParallelDims(1, 1, 1), host_group=None
+    )
     found = Suspects()
-    found.on_start(torch.device("cpu"), None)
+    found.on_start(host)
     return found
 
 
