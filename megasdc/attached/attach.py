@@ -278,9 +278,7 @@ class Guard:
     def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """Host groups of all ranks, and of the ranks that hold the same parameters as this one."""
         dims, own = self.dims, None
-        for position in range(dims.tensor * dims.pipeline):
-            stage, tensor = divmod(position, dims.tensor)
-            ranks = [tensor + dims.tensor * (replica + dims.data * stage) for replica in range(dims.data)]
+        for ranks in dims.positions:
             group = dist.new_group(ranks, backend="gloo")
             self._undo.callback(dist.destroy_process_group, group)
             own = group if dims.rank in ranks else own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits import merged_rulings
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict
+from megasdc.sdc.vote import majority
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
 
@@ -52,21 +52,15 @@ def judge_copies(
         Of ranks of one replica that differ none is named: the norm of the gradients is a sum over them.
     """
     rulings: dict[int, RankVerdict] = {}
-    for first in range(layout.world_size):
-        if layout.at(first).first_replica_rank != first:
-            continue
-        ranks = [rank for rank in range(layout.world_size) if layout.at(rank).first_replica_rank == first]
-        for place, address in enumerate(copies[first].addresses):
+    for ranks in layout.positions:
+        for place, address in enumerate(copies[ranks[0]].addresses):
             values = {rank: copies[rank].checksums[place] for rank in ranks}
-            right, most = Counter(values.values()).most_common(1)[0]
-            wrong = [rank for rank in ranks if values[rank] != right]
-            if wrong and 2 * most <= len(ranks):
-                got = {rank: values[rank] for rank in ranks}
-                rulings.setdefault(
-                    first, RankVerdict(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(ranks), got=got)
-                )
+            right = majority(values, len(ranks))
+            if right is None:
+                unnamed = RankVerdict(None, INCONCLUSIVE, MAJORITY, address, suspects=tuple(ranks), got=values)
+                rulings.setdefault(ranks[0], unnamed)
                 break
-            for rank in wrong:
+            for rank in (one for one in ranks if values[one] != right):
                 stays = again[rank].checksums[place] == values[rank]
                 verdict = PERSISTENT if stays else NOT_REPRODUCED
                 ruling = RankVerdict(

@@ -55,6 +55,15 @@ class ParallelDims:
         return self.rank - self.dp_rank * self.tensor
 
     @property
+    def positions(self) -> list[list[int]]:
+        """Ranks of all replicas at each stage and tensor rank, which hold the same parameters."""
+        return [
+            [tensor + self.tensor * (replica + self.data * stage) for replica in range(self.data)]
+            for stage in range(self.pipeline)
+            for tensor in range(self.tensor)
+        ]
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.tensor * self.pipeline * self.data

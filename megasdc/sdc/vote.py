@@ -104,6 +104,12 @@ class Ballot:
 _FIELDS = operator.attrgetter("step", "micro_batch", "phase", "fqn", "slot")
 
 
+def majority(values: Mapping[int, int], voters: int) -> int | None:
+    """The value that more than half of a number of voters have; None: there is none."""
+    value, size = Counter(values.values()).most_common(1)[0]
+    return value if 2 * size > voters else None
+
+
 def comparable_positions(keys: Sequence[Mapping[str, Any]], dims: ParallelDims) -> set[Position]:
     """Positions (pp_rank, tp_rank) whose replicas have equal keys; ``keys``: properties of each global rank."""
     positions: dict[Position, list[Mapping[str, Any]]] = {}
@@ -268,8 +274,8 @@ class _Position:
     def flags(self, place: int, remaining: set[int], clouded: set[int]) -> list[Flag]:
         """Replicas that differ from a strict majority of those remaining, with complete evidence before this place."""
         values = self.values(place, remaining)
-        expected, size = Counter(values.values()).most_common(1)[0]
-        if 2 * size <= len(remaining):
+        expected = majority(values, len(remaining))
+        if expected is None:
             return []
         against = tuple(self.ranks[replica] for replica, value in values.items() if value == expected)
         return [

@@ -48,6 +48,7 @@ from megasdc.optim.zero1 import (
 from megasdc.parallel.collectives import Agreed, gather_objects
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPRODUCED, PERSISTENT, REFEREE, RankVerdict
+from megasdc.sdc.vote import majority
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ChecksumAlgorithm
 from megasdc.train.detection.blocks import BlockMismatch, BlockSums, wrong_of
@@ -432,10 +433,7 @@ class Chain(Hook):
         """Ranks by position of a replica, where each takes the norm of the whole gradient; else each alone."""
         if not whole:
             return [[rank] for rank in range(self._dims.world_size)]
-        positions: dict[int, list[int]] = {}
-        for rank in range(self._dims.world_size):
-            positions.setdefault(self._dims.at(rank).first_replica_rank, []).append(rank)
-        return list(positions.values())
+        return self._dims.positions
 
     def _of_clipping(self, links: ChainFindings, earlier: Collection[int]) -> Finding:
         """Rule on a clip factor that does not follow from the rank's own norm, or differs from most ranks'."""
@@ -491,13 +489,11 @@ class Chain(Hook):
         self, values: dict[int, int], address: Address, earlier: Collection[int], right: Collection[int]
     ) -> tuple[RankVerdict, ...]:
         """Rulings on ranks that must have equal values: by a strict majority, else by those known to be right."""
-        usual, most = Counter(values.values()).most_common(1)[0]
+        basis, expected = MAJORITY, majority(values, len(values))
         agreeing = {values[rank] for rank in right}
-        if 2 * most > len(values):
-            basis, expected = MAJORITY, usual
-        elif len(agreeing) == 1:
+        if expected is None and len(agreeing) == 1:
             basis, expected = PARTS, agreeing.pop()
-        else:
+        if expected is None:
             return (self._ruling(None, MAJORITY, address, earlier, suspects=tuple(values), got=values),)
         wrong = [rank for rank, value in values.items() if value != expected]
         return tuple(self._ruling(rank, basis, address, earlier, expected=expected, got=values) for rank in wrong)
@@ -650,11 +646,9 @@ class UsedSettings:
         """
         own, dims = self.own(step), self._engine.dims
         sent = gather_objects(own, self._group)
-        places: dict[int, dict[int, Own]] = {}
-        for rank, one in enumerate(sent):
-            places.setdefault(dims.at(rank).first_replica_rank, {})[rank] = one
         rulings: list[RankVerdict] = []
-        for by_rank in places.values():
+        for ranks in dims.positions:
+            by_rank = {rank: sent[rank] for rank in ranks}
             found = judge_settings(step, by_rank)
             rulings += found
             if found and dims.rank == 0:

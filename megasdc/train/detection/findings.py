@@ -41,6 +41,7 @@ from megasdc.sdc.verdict import (
     origins,
     pair_at,
 )
+from megasdc.sdc.vote import majority
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 from megasdc.train.detection.data_checks import BATCH, NONE, SLOT, Given, WrongPlace, WrongTokens
 from megasdc.train.detection.rows import Rows, named
@@ -311,12 +312,10 @@ class Findings:
         self._parameters.start()
         now = self._parameters.take()
         every = gather_objects((own.checksums, now.checksums), self._group)
-        alike: dict[int, list[bool]] = {}
-        """For each parameter at a position, whether all replicas had the same value, which then is its owner's."""
-        for rank in range(self._dims.world_size):
-            replicas = [one for other, (one, _) in enumerate(every) if self._first(other) == self._first(rank)]
-            alike[self._first(rank)] = [len(set(values)) == 1 for values in zip(*replicas, strict=True)]
-        rows = zip(own.addresses, own.checksums, now.checksums, alike[self._first(self._dims.rank)], strict=True)
+        replicas = next(ranks for ranks in self._dims.positions if self._dims.rank in ranks)
+        alike = [len(set(values)) == 1 for values in zip(*(every[rank][0] for rank in replicas), strict=True)]
+        """For each parameter, whether all replicas had the same value, which then is its owner's."""
+        rows = zip(own.addresses, own.checksums, now.checksums, alike, strict=True)
         changed = [row[:3] for row in rows if row[1] != row[2] and not (row[3] and self._dims.data > 1)]
         counts = count_by_submodule(PARAMETER, [address.fqn for address, *_ in changed], self._dims.rank)
         found = gather_objects((changed[0] if changed else None, counts), self._group)
@@ -327,19 +326,12 @@ class Findings:
                 self._emit("finding", step=engine.step_number, tier="parameters", rank=rank, address=str(address))
                 verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
                 rulings.append(RankVerdict(rank, verdict, "master shard", address, expected=after, got={rank: before}))
-        by_position: dict[int, set[tuple[int, ...]]] = {}
-        for rank, (_, values) in enumerate(every):
-            by_position.setdefault(self._first(rank), set()).add(tuple(values))
-        if any(len(values) > 1 for values in by_position.values()):
+        if any(every[rank][1] != every[ranks[0]][1] for ranks in self._dims.positions for rank in ranks):
             suspects = tuple(range(self._dims.world_size))
             rulings.append(RankVerdict(None, INCONCLUSIVE, "master shard", own.addresses[0], suspects=suspects))
         compared = self._dims.world_size * len(own)
         merged = merge_counts(of_rank for _, of_rank in found)
         return Finding("parameters", None, tuple(rulings), compared, merged)
-
-    def _first(self, rank: int) -> int:
-        """The rank of the first replica at the same position."""
-        return self._dims.at(rank).first_replica_rank
 
     def of_copies(self, engine: TrainingEngine, own: Trace) -> Finding:
         """Find tensor ranks whose copies of a parameter differ from the majority's, where there are three or more.
@@ -355,11 +347,10 @@ class Findings:
             ranks = [rank for rank in range(self._dims.world_size) if self._dims.at(rank).pp_rank == stage]
             for place, address in enumerate(sent[ranks[0]][0]):
                 values = {rank: sent[rank][1][place] for rank in ranks}
-                usual, most = Counter(values.values()).most_common(1)[0]
-                if most == len(ranks):
+                usual = majority(values, len(ranks))
+                suspects = tuple(rank for rank in ranks if usual is None or values[rank] != usual)
+                if not suspects:
                     continue
-                wrong = tuple(rank for rank in ranks if values[rank] != usual)
-                suspects = wrong if 2 * most > len(ranks) else tuple(ranks)
                 got = {rank: values[rank] for rank in suspects}
                 rulings.append(
                     RankVerdict(None, INCONCLUSIVE, "copies on tensor ranks", address, suspects=suspects, got=got)
