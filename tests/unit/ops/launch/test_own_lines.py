@@ -39,7 +39,7 @@ def test_only_the_launchers_own_lines_are_moved(tmp_path: Path) -> None:
 WITHOUT_A_NAME = """
 import runpy, sys
 from megasdc.common import versions
-private_names.OWNERS = (private_names.NameOwner("deepspeed.launcher.launch", "a test", ("gone",), used_by="node"),)
+versions.OWNERS = (versions.NameOwner("deepspeed.launcher.launch", "a test", ("gone",), used_by="node"),)
 runpy.run_module("megasdc.ops.launch.node", run_name="__main__")
 """
 
