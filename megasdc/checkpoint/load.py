@@ -50,7 +50,7 @@ from megasdc.checkpoint.verify import check_share
 from megasdc.checkpoint.views import Copy, Piece, PieceError, Slot, States, locate_states
 from megasdc.common.errors import CheckpointError
 from megasdc.model.sharding import Split, take_shard, torch_name
-from megasdc.optim.zero1 import Fragment, owned_fragments
+from megasdc.optim.zero1 import Fragment, is_copied, owned_fragments
 from megasdc.parallel.dims import ParallelDims
 
 
@@ -370,7 +370,7 @@ def full_shapes(engine: Any) -> dict[str, list[int]]:
     shapes = {}
     for name, parameter in engine.module.named_parameters():
         shape = list(parameter.shape)
-        if getattr(parameter, "tensor_model_parallel", False):
+        if not is_copied(parameter):
             shape[parameter.partition_dim] *= engine.dims.tensor
         shapes[name] = shape
     return shapes

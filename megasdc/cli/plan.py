@@ -113,7 +113,7 @@ def coverage(
         micro_batches=layout.accumulation_steps,
         covered=chosen,
         pipeline=layout.pipeline,
-        recomputes=bool(loaded.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+        recomputes=bool(loaded.recompute_interval),
         offloads=loaded.offloads_optimizer,
         equal_norms=whole or layout.tensor * layout.pipeline <= 2,  # as on GPUs: see norms_have_equal_bits
     )

@@ -32,7 +32,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.common.user_code import file_of, is_found
 from megasdc.common.wire import split_address
 from megasdc.config.data import data_problems
-from megasdc.config.deepspeed import deepspeed_problems
+from megasdc.config.deepspeed import deepspeed_problems, recompute_interval_of
 from megasdc.config.detection import TRAINING
 from megasdc.config.drop_compute import drop_problems
 from megasdc.config.faults import (
@@ -339,7 +339,7 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
                 'set the backend to "torch".',
             )
     yield from _isolation_problems(file)
-    recomputes = bool(deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
+    recomputes = bool(recompute_interval_of(deepspeed))
     always_on = file.sdc.always_on
     if always_on.enabled and always_on.recompute and not recomputes:
         yield Problem(
@@ -495,7 +495,7 @@ def fault_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[
         deepspeed: DeepSpeed's keys with defaults filled in.
     """
     slots = submodule_slots(file.model, file.parallel) if file.faults else {}
-    interval = deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+    interval = recompute_interval_of(deepspeed)
     for index, entry in enumerate(file.faults):
         path = f"megasdc.faults.{index}"
         problems = list(fault_spec_problems(entry))

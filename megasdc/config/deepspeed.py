@@ -9,7 +9,7 @@ both with the installed DeepSpeed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -486,6 +486,11 @@ def large_as_floats(value: Any) -> Any:
     if isinstance(value, list):
         return [large_as_floats(inner) for inner in value]
     return float(value) if isinstance(value, int) and abs(value) > LARGEST_INTEGER else value
+
+
+def recompute_interval_of(deepspeed: Mapping[str, Any]) -> int:
+    """Number of layers between two that keep their input to recompute from, by DeepSpeed's keys; 0: none recomputes."""
+    return int(deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0))
 
 
 def precision_of(deepspeed: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:

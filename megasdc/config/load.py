@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.contradictions import find_problems
-from megasdc.config.deepspeed import DeepSpeedPart, fill_defaults, precision_of
+from megasdc.config.deepspeed import DeepSpeedPart, fill_defaults, precision_of, recompute_interval_of
 from megasdc.config.fields import Problem, at_resume_of, element_in, model_in, secret_problems
 from megasdc.config.guard import GuardSettings
 from megasdc.config.model import PRESETS
@@ -78,6 +78,11 @@ class RunConfig:
         """Whether the optimizer's state lies in the memory of the host, not of the device."""
         offload = self.deepspeed["zero_optimization"].get("offload_optimizer") or {}
         return bool(offload.get("device", "none") != "none")
+
+    @property
+    def recompute_interval(self) -> int:
+        """Number of layers between two that keep their input to recompute from; 0: nothing is recomputed."""
+        return recompute_interval_of(self.deepspeed)
 
     def resolved(self) -> dict[str, Any]:
         """Return the complete file with defaults filled in; loading it yields an equal configuration."""

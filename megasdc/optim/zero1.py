@@ -250,8 +250,8 @@ def loss_scale(engine: Any) -> float:
 
 
 def is_copied(parameter: nn.Parameter) -> bool:
-    """Whether every tensor rank holds the whole parameter."""
-    return not getattr(parameter, "tensor_model_parallel", False)
+    """Whether every tensor rank holds the whole parameter; the marks of others are those that DeepSpeed knows."""
+    return not any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
 
 
 def counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:

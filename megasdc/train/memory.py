@@ -96,7 +96,7 @@ def _bytes_of_a_parameter(config: RunConfig) -> tuple[int, int, int]:
 
 def _kept_layers(config: RunConfig, layers: int) -> float:
     """Number of layer outputs that a rank keeps for the backward pass."""
-    interval = config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+    interval = config.recompute_interval
     settings = config.deepspeed.get("activation_checkpointing", {})
     if settings.get("cpu_checkpointing"):
         return 0.0
@@ -324,7 +324,7 @@ class _Stage:
 
     def activations(self) -> float:
         """Bytes that autograd keeps of all micro-batches in flight; with recomputation, the intervals' inputs."""
-        interval = self.config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+        interval = self.config.recompute_interval
         if interval:
             layers = -(-self.layers // interval) * self.tokens * self.element * self.hidden
         else:
@@ -337,7 +337,7 @@ class _Stage:
 
         With recomputation everything that an interval's layers keep has been recomputed before.
         """
-        interval = self.config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0)
+        interval = self.config.recompute_interval
         inner = ((2 if self.model.fuse else 4) if self.model.gated_mlp else 1) * self.ffn
         temporary = self.element * (self.tokens * (2 * self.hidden + inner) + self.matrix)
         temporary += self.bucket + min(interval, self.layers) * self.layer_kept()

@@ -148,7 +148,7 @@ def _gaps_of(header: dict[str, Any]) -> tuple[str, ...]:
         config = workload_of(header)
     except TraceError:
         return ("a configuration that this version does not read",)
-    recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
+    recomputes = bool(config.recompute_interval)
     return trace_gaps(config.megasdc.trace, recomputes)
 
 

@@ -219,7 +219,7 @@ def coverage_table(
         micro_batches=engine.most_micro_batches,
         covered=cadence.micro_batches,
         every=cadence.every,
-        recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+        recomputes=bool(config.recompute_interval),
         pipeline=engine.dims.pipeline,
         within=within or {},
         slices=plan.slices,
@@ -238,7 +238,7 @@ class _Tiers:
         sections, self._dims = config.megasdc, engine.dims
         self._sections = sections
         self._micro_batches = engine.most_micro_batches
-        recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
+        recomputes = bool(config.recompute_interval)
         always_on = sections.sdc.always_on
         self._compares_recompute = always_on.enabled and recomputes and always_on.recompute is not False
         work = RankWork(

@@ -64,7 +64,7 @@ HALF_ULP = 2.0**-24
 """Relative rounding of fp32, in which norms are taken."""
 FACTOR_TOLERANCE = 16 * HALF_ULP
 """Largest relative difference of a clip factor from its formula: a few operations in fp32."""
-LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+LARGEST_SUMMED_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """Norm above which the sum of squares is more than fp32 holds, though elements and norm are not."""
 SMALLEST_SQUARES = 1e-24
 """Sum of squares below which squares of elements may be lost in fp32."""
@@ -534,7 +534,7 @@ def is_norm_of(norm: float, squares: float, rounding: float) -> bool:
     """
     right = _root(squares)
     if not math.isfinite(norm) or norm < 0:  # DeepSpeed says -1 where it is not finite
-        return not right * (1 + rounding) < LARGEST_NORM
+        return not right * (1 + rounding) < LARGEST_SUMMED_NORM
     return math.isfinite(right) and (squares < SMALLEST_SQUARES or abs(norm - right) <= rounding * right)
 
 

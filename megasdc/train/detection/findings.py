@@ -20,6 +20,7 @@ from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.model.submodules import list_submodules
+from megasdc.optim.zero1 import is_copied
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.finding import Finding, Suspects
@@ -109,7 +110,7 @@ class ParameterReader:
         self._parameters = [
             (one.fqn, slot, value) for one in list_submodules(engine.module) for slot, value in one.parameters.items()
         ]
-        self._copied = [not getattr(value, "tensor_model_parallel", False) for _, _, value in self._parameters]
+        self._copied = [is_copied(value) for _, _, value in self._parameters]
         self._values: list[int | Tensor] = []
 
     def start(self) -> None:

@@ -334,7 +334,7 @@ class _Beside:
         self._rank = _golden_rank(layout, dims)
         self.cases = len(self._golden.cases)
         config = parse_config(self._golden.config, stored=True)
-        recomputes = bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval"))
+        recomputes = bool(config.recompute_interval)
         trace = config.megasdc.trace
         not_compared = {"interval": 1, "phases": [*trace.phases, *(set(PHASES) - set(MICRO_BATCH_PHASES))]}
         self.gaps = trace_gaps(trace.model_copy(update=not_compared), recomputes)

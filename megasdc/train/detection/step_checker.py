@@ -737,7 +737,7 @@ def build_detection(
         sections.audit,
         sections.sdc,
         algorithm,
-        recomputes=bool(config.deepspeed.get("pipeline", {}).get("activation_checkpoint_interval")),
+        recomputes=bool(config.recompute_interval),
         save_interval=sections.checkpoint.interval,
         checkable=Checkable(
             sums=not any(spec.where == LOCAL for spec in sections.optimizer_hooks),
