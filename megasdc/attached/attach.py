@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megasdc.attached.audit import GuardAudit
 from megasdc.attached.bounds import GuardBounds, check_bounds
+from megasdc.attached.copies import GuardCopies
 from megasdc.attached.engine import check_engine, check_environment, dims_of, engine_precision
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.nonfinite import GuardNonFinite
@@ -243,9 +244,18 @@ class Guard:
         elif settings.audit.enabled:
             self._audit = self._keep(GuardAudit(training, self._saves.agreed))
             parts.append(self._audit)
+        always_on = settings.sdc.always_on
+        if always_on.enabled and always_on.parameters and self.dims.data == 1:
+            reason = "there is one replica, and sdc.always_on.parameters has nothing to compare it with"
+            training.events.emit_on_rank_0("guard", "not_audited", reason=reason)
+        elif always_on.enabled and always_on.parameters:
+            parts.append(self._keep(GuardCopies(training, self._is_audited)))
         if settings.optimizer_hooks:
             parts.append(self._keep(GuardBounds(training)))
         return parts
+
+    def _is_audited(self, step: int) -> bool:
+        return self._audit is not None and self._audit.is_audit(step)
 
     def _begin(self, engine: Any, settings: GuardSettings) -> Training:
         """Make groups, open the event log, and choose submodules; an error of one rank is raised on all ranks."""
@@ -298,7 +308,7 @@ class Guard:
         try:
             for part in self._parts:
                 for found in part.before_step(step):
-                    self._act(step, found)
+                    self._act(step, found, part.what)
             result = take_step(*args, **options)
             for part in (*self._parts, self._saves):
                 part.after_step(step)
@@ -313,8 +323,11 @@ class Guard:
             raise
         return result
 
-    def _act(self, step: int, found: Finding) -> None:
+    def _act(self, step: int, found: Finding, what: str) -> None:
         """Report a finding, and end the training if its policy is to halt.
+
+        Args:
+            what: what has found it, as messages call it.
 
         Raises:
             CorruptionExit: the policy is to halt; on all ranks.
@@ -326,7 +339,6 @@ class Guard:
         page = report_finding(
             *(training, training.suspects, step, found, action), self._describe, settings.health.alert_command
         )
-        what = "golden trace" if found.tier == "golden" else "audit"
         text = f"the {what} of step {step} found silent data corruption: {found.text}. {what_to_do(page)}"
         if self.dims.rank == 0:
             logger.error("%s; %s", text, "the step is not taken" if action == "halt" else "training goes on")

@@ -20,20 +20,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasdc.attached.batch_replayer import Batch, BatchReplayer
-from megasdc.attached.copies import judge_copies, read_copies
+from megasdc.attached.copies import COPIES, read_copies, rule_on_copies
 from megasdc.attached.record import ROOT, ResultRecorder
 from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import PARAMETER, WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
 from megasdc.parallel.collectives import Agreed, compare_replicas, gather_objects
-from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult, gather_traces
+from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.golden import machine_key
 from megasdc.sdc.host import find_comparable
 from megasdc.sdc.referee.foreign import HOOKS, is_plain, make_plain, own_result, result_between, tied_words
 from megasdc.sdc.referee.recompute import Call, Exhibit
 from megasdc.sdc.referee.referee import Make, Referee, Subject
-from megasdc.sdc.trace import Trace, count_differing, trace_digest
+from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 
 MOST_MOVES = 2
@@ -215,7 +215,7 @@ def _shares(modules: Mapping[str, nn.Module], own: nn.Module) -> str | None:
     return found[0] if weight is not None and len(found) == 1 else None
 
 
-RESULTS, COPIES, BUFFERS, PLACE, NO_RECORDS, WRITTEN = "results", "copies", "buffers", "place", "no records", "written"
+RESULTS, BUFFERS, PLACE, NO_RECORDS, WRITTEN = "results", "buffers", "place", "no records", "written"
 """Names in the agreement of an audit: values that must be equal on all replicas (the first three), and flags: results
 changed with the place of elements, are missing, and buffers were written to."""
 
@@ -297,6 +297,10 @@ class GuardAudit(Protection):
             self._agreed(step)
             seconds = round(time.monotonic() - began, 3)
             self._emit("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
+
+    def is_audit(self, step: int) -> bool:
+        """Whether a step is audited; the same on all ranks."""
+        return self._source(step) is not None
 
     def _source(self, step: int) -> int | None:
         """Replica whose batch is audited in a step, another one each time; None: the step is not audited."""
@@ -384,17 +388,11 @@ class GuardAudit(Protection):
         if all_names := sorted({name for of_rank in gather_objects(names, self._world) for name in of_rank}):
             self._emit("guard", "buffers_differ", step=step, buffers=all_names)
             again = self._buffers.trace(step, names, again=True)
-            yield self._settle_held(self._buffers.trace(step, names), again)
+            yield rule_on_copies(self._training, self._buffers.trace(step, names), again)
 
     def _settle_copies(self, audited: Audited) -> Finding:
-        return self._settle_held(audited.copies, read_copies(self._engine, self._algorithm, audited.step))
-
-    def _settle_held(self, held: Trace, again: Trace) -> Finding:
-        """Rule on state that replicas hold alike; ``again``: its checksums, read once more."""
-        found, repeated = (gather_traces(one, self._dims, self._world) for one in (held, again))
-        rulings = judge_copies(found, repeated, self._dims)
-        named = [one.rank for one in rulings if one.rank is not None]
-        return Finding("parameters", None, rulings, *count_differing(found, self._dims, named))
+        again = read_copies(self._engine, self._algorithm, audited.step)
+        return rule_on_copies(self._training, audited.copies, again)
 
     def _check_model(self) -> None:
         """Refuse to audit a model whose submodules are others than when the guard was attached."""

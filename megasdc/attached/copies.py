@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from megasdc.attached.record import ROOT
+from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import PARAMETER, UPDATE, Address
+from megasdc.parallel.collectives import compare_replicas
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.audits import merged_rulings
-from megasdc.sdc.trace import Trace
+from megasdc.sdc.audits import gather_traces, merged_rulings
+from megasdc.sdc.finding import Finding
+from megasdc.sdc.trace import Trace, count_differing, trace_digest
 from megasdc.sdc.verdict import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.sdc.vote import majority
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+
+COPIES = "copies"
+"""Name, in the agreement of ranks, of the checksums of state that replicas hold alike."""
 
 
 def read_copies(engine: Any, algorithm: ChecksumAlgorithm, step: int) -> Trace:
@@ -36,6 +42,49 @@ def read_copies(engine: Any, algorithm: ChecksumAlgorithm, step: int) -> Trace:
                 if isinstance(value, Tensor):
                     found.append((Address(step, None, UPDATE, fqn or ROOT, f"{slot}.{state}"), value.detach()))
     return Trace([address for address, _ in found], read_back([algorithm.start(value) for _, value in found]))
+
+
+class GuardCopies(Protection):
+    """Part of a guard that compares these copies before each optimizer step.
+
+    Args:
+        audited: whether a step is audited, which compares them, too.
+    """
+
+    what = "check"
+
+    def __init__(self, training: Training, audited: Callable[[int], bool]) -> None:
+        self._training, self._audited = training, audited
+
+    def before_step(self, step: int) -> Iterable[Finding]:
+        """Compare the copies; a finding where replicas differ.
+
+        Collective: all ranks of the world; one reduction of a few numbers.
+        Sync: waits for the device.
+        """
+        training = self._training
+        if self._audited(step):
+            return
+        held = read_copies(training.engine, training.algorithm, step)
+        agreed = compare_replicas({COPIES: trace_digest(held)}, {}, training.dims, training.host_group)
+        if agreed.differing[COPIES]:
+            yield rule_on_copies(training, held, read_copies(training.engine, training.algorithm, step))
+
+
+def rule_on_copies(training: Training, held: Trace, again: Trace) -> Finding:
+    """Rule on state that replicas hold alike.
+
+    Args:
+        held: checksums of this rank's.
+        again: the same, read once more.
+
+    Collective: all ranks of the world.
+    """
+    dims, group = training.dims, training.host_group
+    found, repeated = (gather_traces(one, dims, group) for one in (held, again))
+    rulings = judge_copies(found, repeated, dims)
+    named = [one.rank for one in rulings if one.rank is not None]
+    return Finding("parameters", None, rulings, *count_differing(found, dims, named))
 
 
 def judge_copies(

@@ -328,6 +328,8 @@ class GuardGolden(Protection):
     Collective: all ranks of the world, ``before_step`` too.
     """
 
+    what = "golden trace"
+
     def __init__(self, training: Training) -> None:
         engine, dims, settings = training.engine, training.dims, training.settings
         self._training, self._engine, self._dims = training, engine, dims

@@ -13,7 +13,7 @@ from typing import Any
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.fields import secret_problems
-from megasdc.config.guard import GuardSettings
+from megasdc.config.guard import GuardAlwaysOnSection, GuardSettings
 from megasdc.config.read import apply_overrides, read_json
 from megasdc.config.schema import home_problems, remove_key, reset_warnings, sort_out, type_problems, unusable_problems
 from megasdc.config.sections import SuperviseSection
@@ -47,6 +47,7 @@ class ReproRun:
                 "logging": settings.logging.model_copy(update={"run_dir": self.folder}),
                 "audit": settings.audit.model_copy(update={"enabled": False}),
                 "golden": settings.golden.model_copy(update={"path": None}),
+                "sdc": settings.sdc.model_copy(update={"always_on": GuardAlwaysOnSection()}),
                 "trace": settings.trace.model_copy(update={"enabled": True, "interval": 1}),
             }
         )

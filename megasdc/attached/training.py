@@ -60,6 +60,9 @@ class Training:
 class Protection:
     """Base class of a guard's parts. A part attaches where it is made, and acts around optimizer steps until closed."""
 
+    what = "audit"
+    """What has made its findings, as messages call it."""
+
     @property
     def acts(self) -> bool:
         """Whether the part does anything around optimizer steps."""

@@ -23,7 +23,7 @@ from megasdc.config.hooks import HookSpec
 from megasdc.config.sections import DeterminismSection, SuperviseSection
 
 Policy = Literal["halt", "warn"]
-_CHECKS = "audit.enabled or golden.path"
+_CHECKS = "audit.enabled or golden.path or sdc.always_on.enabled"
 """Settings of which at least one must be on for a finding, in the form of `Needs.settings`."""
 
 
@@ -64,11 +64,24 @@ class GuardPolicySection(PolicySection):
     inconclusive: Policy = setting("halt", "Ranks differ, but none can be named.")
 
 
+class GuardAlwaysOnSection(Section):
+    """Checks of every step."""
+
+    needs = tunes("sdc.always_on.enabled")
+
+    enabled: bool = setting(False, "Check every step.")
+    parameters: bool = setting(
+        True,
+        "Compare the parameters of all replicas, without ZeRO the optimizer's states too, before each optimizer step.",
+    )
+
+
 class GuardSdcSection(Section):
-    """Consequences of any finding."""
+    """Checks of every step, and consequences of any finding."""
 
     needs = tunes(_CHECKS)
 
+    always_on: GuardAlwaysOnSection = section(GuardAlwaysOnSection)
     repeats: PositiveInt = setting(5, "How often a disputed batch is computed again.")
     referee: bool = setting(
         True,

@@ -142,10 +142,10 @@ def test_wrong_parameters_are_of_their_rank(tmp_path: Path) -> None:
         assert (first.fqn, first.slot, first.phase) == ("model.layers.0.mlp.up_proj", "weight", "parameter")
 
 
-def _with_wrong_weight(folder: str) -> int:
+def _with_wrong_weight(folder: str, **settings: Any) -> int:
     """Body of a rank: train, and change a weight of rank 1 after the second step; the exit code."""
     engine = _engine(0)
-    guard = megasdc.attach(engine, _settings(folder, audit={"interval": 3}))
+    guard = megasdc.attach(engine, _settings(folder, **{"audit": {"interval": 3}, **settings}))
     train(engine, 2, guard.dims.dp_rank)
     if guard.dims.rank == 1:
         engine.module.model.layers[0].mlp.up_proj.weight.data[3, 5] += 1e-3
@@ -153,6 +153,39 @@ def _with_wrong_weight(folder: str) -> int:
         train(engine, 1, guard.dims.dp_rank)
     guard.close()
     return int(str(caught.value.code))
+
+
+def test_parameters_are_compared_in_each_step(tmp_path: Path) -> None:
+    """A weight that is wrong between two audits ends the next step, and its rank is named; right ones end nothing."""
+    always_on, seldom = {"always_on": {"enabled": True}}, {"interval": 100}
+    wrong = run_distributed(_with_wrong_weight, 3, str(tmp_path / "wrong"), audit=seldom, sdc=always_on)
+    assert wrong == [73] * 3
+    ((_, incident),) = load_incidents(tmp_path / "wrong" / "reports", [])
+    assert (incident.tier, incident.step, [one.rank for one in incident.flagged]) == ("parameters", 3, [1])
+    (ended,) = read_events(tmp_path / "wrong", kind="end", name="failed")
+    assert ended.fields["message"].startswith("the check of step 3 found silent data corruption: rank 1")
+    for zero in (0, 1, 2):
+        codes = run_distributed(_clean, 2, str(tmp_path / str(zero)), zero, 4, audit=seldom, sdc=always_on)
+        assert codes == [1] * 2, "one audit, and no end"
+        assert not (tmp_path / str(zero) / "reports").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_no_parameter_differs_in_many_clean_steps(tmp_path: Path, zero: int) -> None:
+    """The check of each step finds nothing where nothing is wrong."""
+    settings = {"audit": {"interval": 100}, "sdc": {"always_on": {"enabled": True}}}
+    assert run_distributed(_clean, 3, str(tmp_path), zero, 200, **settings, timeout_s=600.0) == [2] * 3
+    assert not (tmp_path / "reports").exists()
+
+
+def _clean(folder: str, zero: int, steps: int, **settings: Any) -> int:
+    """Body of a rank: train; the number of audits."""
+    engine = _engine(zero)
+    guard = megasdc.attach(engine, _settings(folder, **settings))
+    train(engine, steps, guard.dims.dp_rank)
+    guard.close()
+    return guard.audits
 
 
 def test_what_was_wrong_once_ends_nothing(tmp_path: Path) -> None:
