@@ -17,7 +17,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.cost import Cadence
 from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import CheckBudget, CheckPlan
-from megasdc.train.detection.chain import LARGEST_NORM, Chain, ChainFindings, is_norm_of
+from megasdc.train.detection.chain import LARGEST_SUMMED_NORM, Chain, ChainFindings, is_norm_of
 
 ROUNDING = 20 * 2.0**-24
 
@@ -35,7 +35,7 @@ def test_what_fp32_makes_of_squares_is_right_however_large_they_are(scale: float
         assert is_norm_of(norm, exact, ROUNDING)
         assert is_norm_of(norm if math.isfinite(norm) else -1.0, exact, ROUNDING)
         assert not is_norm_of(1.02 * math.sqrt(exact), exact, ROUNDING), "another finite norm is wrong at any size"
-    if exact < LARGEST_NORM**2:
+    if exact < LARGEST_SUMMED_NORM**2:
         assert not any(is_norm_of(norm, exact, ROUNDING) for norm in (math.inf, math.nan, -1.0))
 
 
@@ -43,15 +43,15 @@ def test_what_fp32_makes_of_squares_is_right_however_large_they_are(scale: float
 def test_no_finite_norm_is_one_of_what_is_no_sum_of_squares(squares: float) -> None:
     """An element that is not finite, or a sum that cannot be one: only a norm that is not finite is right."""
     assert is_norm_of(math.inf, squares, ROUNDING) and is_norm_of(-1.0, squares, ROUNDING)
-    assert not any(is_norm_of(norm, squares, ROUNDING) for norm in (0.0, 1.0, LARGEST_NORM, 3e38))
+    assert not any(is_norm_of(norm, squares, ROUNDING) for norm in (0.0, 1.0, LARGEST_SUMMED_NORM, 3e38))
 
 
 def test_both_are_right_only_where_rounding_decides() -> None:
     """Closer to the limit than rounding; below no infinite norm is right, not even of no gradient at all."""
     for near in (1 - ROUNDING / 2, 1 + ROUNDING / 2):
-        squares = (near * LARGEST_NORM) ** 2
-        assert is_norm_of(near * LARGEST_NORM, squares, ROUNDING) and is_norm_of(math.inf, squares, ROUNDING)
-    assert not is_norm_of(math.inf, ((1 - 2 * ROUNDING) * LARGEST_NORM) ** 2, ROUNDING)
+        squares = (near * LARGEST_SUMMED_NORM) ** 2
+        assert is_norm_of(near * LARGEST_SUMMED_NORM, squares, ROUNDING) and is_norm_of(math.inf, squares, ROUNDING)
+    assert not is_norm_of(math.inf, ((1 - 2 * ROUNDING) * LARGEST_SUMMED_NORM) ** 2, ROUNDING)
     assert not is_norm_of(math.inf, 0.0, ROUNDING)
 
 
