@@ -237,22 +237,29 @@ class Guard:
         if settings.golden.path is not None:
             parts.append(self._keep(GuardGolden(training)))
         if settings.audit.enabled and self.dims.data == 1 and not settings.audit.permuted:
-            reason = "there is one replica, and nothing to compare it with; give audit.permuted or golden.path"
-            training.events.emit_on_rank_0("guard", "not_audited", reason=reason)
-            if self.dims.rank == 0:
-                logger.warning("guard: nothing is audited: %s", reason)
+            self._warn_not_audited(
+                "nothing is audited",
+                "there is one replica, and nothing to compare it with; give audit.permuted or golden.path",
+            )
         elif settings.audit.enabled:
             self._audit = self._keep(GuardAudit(training, self._saves.agreed))
             parts.append(self._audit)
         always_on = settings.sdc.always_on
         if always_on.enabled and always_on.parameters and self.dims.data == 1:
-            reason = "there is one replica, and sdc.always_on.parameters has nothing to compare it with"
-            training.events.emit_on_rank_0("guard", "not_audited", reason=reason)
+            self._warn_not_audited(
+                "parameters are not compared",
+                "there is one replica, and sdc.always_on.parameters has nothing to compare it with",
+            )
         elif always_on.enabled and always_on.parameters:
             parts.append(self._keep(GuardCopies(training, self._is_audited)))
         if settings.optimizer_hooks:
             parts.append(self._keep(GuardBounds(training)))
         return parts
+
+    def _warn_not_audited(self, what: str, reason: str) -> None:
+        self._training.events.emit_on_rank_0("guard", "not_audited", reason=reason)
+        if self.dims.rank == 0:
+            logger.warning("guard: %s: %s", what, reason)
 
     def _is_audited(self, step: int) -> bool:
         return self._audit is not None and self._audit.is_audit(step)

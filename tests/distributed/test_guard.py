@@ -170,6 +170,13 @@ def test_parameters_are_compared_in_each_step(tmp_path: Path) -> None:
         assert not (tmp_path / str(zero) / "reports").exists()
 
 
+def test_one_replica_is_told_that_nothing_is_compared(tmp_path: Path) -> None:
+    """Neither by audits nor in each step; both say so."""
+    assert run_distributed(_clean, 1, str(tmp_path), 1, 1, sdc={"always_on": {"enabled": True}}) == [0]
+    reasons = [one.fields["reason"] for one in read_events(tmp_path, kind="guard", name="not_audited")]
+    assert len(reasons) == 2 and "audit.permuted" in reasons[0] and "sdc.always_on.parameters" in reasons[1]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_no_parameter_differs_in_many_clean_steps(tmp_path: Path, zero: int) -> None:
