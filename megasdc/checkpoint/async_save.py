@@ -188,7 +188,7 @@ class DiskSaver:
         if save.problem is None:
             try:
                 self._snapshot.prepare(files)
-                self._snapshot.take(files)
+                self._snapshot.start_copy(files)
             except OSError as error:
                 save.problem = describe_error(error, "allocate memory for the snapshot")
         save.stalled_s = time.monotonic() - started
@@ -465,7 +465,7 @@ class Snapshot:
                 self._images[one.name] = _Image(one.name, path, self._stream is not None)
             self._images[one.name].fit(one.layout.size_bytes)
 
-    def take(self, files: Sequence[CapturedFile]) -> None:
+    def start_copy(self, files: Sequence[CapturedFile]) -> None:
         """Begin to copy files for which ``prepare`` has allocated memory; returns at once.
 
         Their tensors must not change until ``wait`` has returned.

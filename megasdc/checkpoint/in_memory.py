@@ -201,7 +201,7 @@ class MemorySaver:
 
     def _ask(self, task: Listen | Join) -> TaskResult:
         try:
-            return self._writer.ask(task)
+            return self._writer.run_task(task)
         except OSError as error:
             return TaskResult(describe_error(error, "reach the writer").text)
 
@@ -224,7 +224,7 @@ class MemorySaver:
             try:
                 free.empty()
                 free.snapshot.prepare(files, free.folder)
-                free.snapshot.take(files)
+                free.snapshot.start_copy(files)
             except OSError as error:
                 problem = describe_error(error, f"allocate memory in {free.folder}")
         self._making, self._problem = free, self._problem or problem

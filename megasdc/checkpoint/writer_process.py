@@ -365,7 +365,7 @@ class WriterProcess:
         self._sender = threading.Thread(target=_pass_on, args=(self._tasks, self._pipe), name="writer", daemon=True)
         self._sender.start()
 
-    def ask(self, task: Task) -> TaskResult:
+    def run_task(self, task: Task) -> TaskResult:
         """Give the writer a short task and wait for its result.
 
         Raises:

@@ -468,7 +468,7 @@ class RoomProbe:
         self._look_at, self._since = 0.0, 0.0
         self.seen = False
 
-    def look(self) -> bool:
+    def has_room(self) -> bool:
         """Whether the folder had room at the last test, which is repeated if it is older than ``every_s``."""
         now = time.monotonic()
         if now < self._look_at:
@@ -494,7 +494,7 @@ class RoomProbe:
         Raises:
             StorageError: the folder has had no room for ``limit_s``.
         """
-        if not self.look() and (waited_s := time.monotonic() - self._since) >= _process.limit_s:
+        if not self.has_room() and (waited_s := time.monotonic() - self._since) >= _process.limit_s:
             raise StorageError(
                 f"{self._folder} has had no room for {waited_s:.0f} s; megasdc.logging.wait_for_room_s is "
                 f"{_process.limit_s:g}. What to do: free space, then start it again",

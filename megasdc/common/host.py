@@ -499,7 +499,7 @@ class Waker:
         self.given_up: set[int] = set()
         """Ids of processes that were killed and did not end."""
 
-    def look(self, pid: int) -> str:
+    def check(self, pid: int) -> str:
         """Check a process that is not reaped yet; returns a sentence on the action taken; empty: none."""
         try:
             process = psutil.Process(pid)

@@ -90,7 +90,7 @@ class BoundedExchange:
         """Send all bytes."""
         self._in_time().sendall(content)
 
-    def take(self, size: int) -> bytes:
+    def receive(self, size: int) -> bytes:
         """Receive exactly ``size`` bytes, for small sizes."""
         content = bytearray(size)
         self.fill(memoryview(content))
@@ -120,7 +120,7 @@ class BoundedExchange:
             seen = self._in_time().recv(min(_PIECE, limit - len(found)), socket.MSG_PEEK)
             if not seen:
                 raise ConnectionError(GONE)
-            found += self.take(seen.find(b"\n") + 1 or len(seen))
+            found += self.receive(seen.find(b"\n") + 1 or len(seen))
         return bytes(found)
 
     def message(self, limit: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class BoundedExchange:
             raise WireError("no JSON object")
         return found
 
-    def tell(self, message: object, limit: int) -> None:
+    def send_json(self, message: object, limit: int) -> None:
         """Send an object as a line of JSON.
 
         Raises:
@@ -170,7 +170,7 @@ def introduce(connection: socket.socket, secret: bytes, hello: Mapping[str, Any]
     exchange, own = BoundedExchange(connection, limit_s), secrets.token_hex(16)
     theirs, text = _text(exchange.message(HELLO_BYTES), "number"), json.dumps(dict(hello))
     proof = _proof(secret, "caller", theirs, own, text)
-    exchange.tell({"number": own, "hello": text, "proof": proof}, HELLO_BYTES)
+    exchange.send_json({"number": own, "hello": text, "proof": proof}, HELLO_BYTES)
     answer = _text(exchange.message(HELLO_BYTES), "proof")
     if not hmac.compare_digest(answer, _proof(secret, "listener", own, theirs, text)):
         raise WireError("who listens there does not know the secret of the launch")
@@ -184,7 +184,7 @@ def admit(connection: socket.socket, secret: bytes, limit_s: float) -> dict[str,
         OSError: the connection is broken, or it took longer.
     """
     exchange, own = BoundedExchange(connection, limit_s), secrets.token_hex(16)
-    exchange.tell({"number": own}, HELLO_BYTES)
+    exchange.send_json({"number": own}, HELLO_BYTES)
     answer = exchange.message(HELLO_BYTES)
     theirs, text = _text(answer, "number"), _text(answer, "hello")
     if not hmac.compare_digest(_text(answer, "proof"), _proof(secret, "caller", own, theirs, text)):
@@ -195,7 +195,7 @@ def admit(connection: socket.socket, secret: bytes, limit_s: float) -> dict[str,
         raise WireError(f"no greeting: {error}") from error
     if not isinstance(hello, dict):
         raise WireError("no greeting")
-    exchange.tell({"proof": _proof(secret, "listener", theirs, own, text)}, HELLO_BYTES)
+    exchange.send_json({"proof": _proof(secret, "listener", theirs, own, text)}, HELLO_BYTES)
     return hello
 
 
@@ -261,7 +261,7 @@ class MessageChannel:
             WireError: it is too long.
             OSError: the connection is broken, or it is not taken in time.
         """
-        BoundedExchange(self._connection, timeout_s).tell(message, MESSAGE_BYTES)
+        BoundedExchange(self._connection, timeout_s).send_json(message, MESSAGE_BYTES)
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """Receive one message.
@@ -319,7 +319,7 @@ class Door:
             self._server.close()
             raise OSError(f"nothing can listen on {address}: {error}") from error
 
-    def take(self, timeout_s: float) -> tuple[dict[str, Any], socket.socket]:
+    def accept(self, timeout_s: float) -> tuple[dict[str, Any], socket.socket]:
         """The next caller's hello and connection, which has no timeout.
 
         Raises:

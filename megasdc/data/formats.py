@@ -192,7 +192,7 @@ def _first_lines(file: BinaryIO) -> Iterator[bytes]:
 
 def _has_lines(lines: _Lines, field: str) -> bool:
     """Whether one of the lines is an object with the field, and no part of a value over several lines."""
-    while (line := lines.take()) is not None:
+    while (line := lines.next_line()) is not None:
         try:
             values = _line_values(line[1].strip(_WHITESPACE), field)[0]
         except (ValueError, RecursionError):
@@ -293,7 +293,7 @@ class _Lines:
         self._failed_before = 0
         self.is_open = False
 
-    def take(self) -> tuple[int, str] | None:
+    def next_line(self) -> tuple[int, str] | None:
         """The next line; None at the end. A byte order mark at the start of the file is no part of it."""
         if self._back:
             return self._back.pop()
@@ -307,7 +307,7 @@ class _Lines:
 
     def peek(self) -> str:
         """The next line that is not blank, without the blanks around it; empty: there is none."""
-        while (line := self.take()) is not None:
+        while (line := self.next_line()) is not None:
             if text := line[1].strip(_WHITESPACE):
                 self.put_back([line])
                 return text
@@ -321,7 +321,7 @@ class _Lines:
         """
         size, parts = 0, [text]
         room = self.limit(number) - len(text)
-        while size <= min(len(text), room) and (line := self.take()) is not None:
+        while size <= min(len(text), room) and (line := self.next_line()) is not None:
             taken.append(line)
             parts.append(line[1].rstrip(_WHITESPACE))
             size += len(parts[-1]) + 1
@@ -339,7 +339,7 @@ class _Lines:
 
 def _json_values(lines: _Lines, field: str) -> Iterator[tuple[int, Any]]:
     """Values of a file of JSON lines, each with the number of the line on which it begins."""
-    while (line := lines.take()) is not None:
+    while (line := lines.next_line()) is not None:
         number, text = line
         try:
             values = [_once(_DECODER.decode(text), text, field)]
@@ -353,7 +353,7 @@ def _array_values(lines: _Lines, field: str) -> Iterator[tuple[int, Any]]:
     """Elements of the one array of a file; those that are text stand for objects with the key ``text``."""
     number = 1
     before: str | None = ""
-    while before is not None and (line := lines.take()) is not None:
+    while before is not None and (line := lines.next_line()) is not None:
         number = line[0]
         values, before = _read_on(line, lines, field, functools.partial(_elements, before))
         if before is None:

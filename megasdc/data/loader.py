@@ -180,7 +180,9 @@ class MicroBatchLoader:
         self.position = position_for(merged, self.dp_rank, self.dp_size, self.dataset, together)
 
     def _take(self) -> tuple[list[int], Position]:
-        return self.position.take(self.micro_batch_size, self.dp_rank, self.dp_size, self.samples_per_epoch, self.skip)
+        return self.position.next_samples(
+            self.micro_batch_size, self.dp_rank, self.dp_size, self.samples_per_epoch, self.skip
+        )
 
 
 class EvalLoader:

@@ -78,7 +78,7 @@ class Position:
         if self.consumed < 0:
             raise ValueError(f"consumed is {self.consumed}, must not be negative")
 
-    def take(
+    def next_samples(
         self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None, skip: Sequence[range] = ()
     ) -> tuple[list[int], Position]:
         """The next samples, and the position after them.
@@ -111,7 +111,7 @@ class Position:
         """The position after the next ``count`` samples; arguments of ``take``."""
         if not self.again and not skip:
             return Position(self.consumed + count, self.order)
-        return self.take(count, dp_rank, dp_size, epoch, skip)[1]
+        return self.next_samples(count, dp_rank, dp_size, epoch, skip)[1]
 
     def skip_next(
         self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None, skip: Sequence[range] = ()
@@ -125,7 +125,7 @@ class Position:
             epoch: samples per epoch; if given, the samples are used before their epoch ends.
             skip: positions of the stream that are never used.
         """
-        positions, after = self.take(count, dp_rank, dp_size, epoch, skip)
+        positions, after = self.next_samples(count, dp_rank, dp_size, epoch, skip)
         again = after.again if epoch is None else tuple(sorted((*after.again, *positions)))
         return Position(after.consumed, self.order, again)
 
@@ -303,10 +303,12 @@ def planned_positions(before: Sequence[Position], work: StepWork, epoch: int | N
     Dropped micro-batches are included.
     """
     num_replicas, size, skip = len(before), work.size, work.skip
-    shared = [] if work.source is None else before[work.source].take(size, work.source, num_replicas, epoch, skip)[0]
+    shared = (
+        [] if work.source is None else before[work.source].next_samples(size, work.source, num_replicas, epoch, skip)[0]
+    )
     found = []
     for replica, position in enumerate(before):
-        own = position.take(work.own(replica, work.planned), replica, num_replicas, epoch, skip)[0]
+        own = position.next_samples(work.own(replica, work.planned), replica, num_replicas, epoch, skip)[0]
         every = own if work.source in (None, replica) else [*shared, *own]
         found.append([every[first : first + size] for first in range(0, len(every), size)])
     return found

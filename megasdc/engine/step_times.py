@@ -129,7 +129,7 @@ class StepTimes(Hook):
         """The step ends."""
         self._stepped = self._mark()
 
-    def take(self) -> StepRecord:
+    def pop_record(self) -> StepRecord:
         """The times of the finished step.
 
         Sync: waits for the device.
@@ -238,7 +238,7 @@ class TimeSplit(Hook):
             self._host_seconds["data"] += time.perf_counter() - start
             yield batch
 
-    def take(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """Seconds by part since the last call; resets the sums.
 
         Sync: waits for the device.

@@ -114,7 +114,7 @@ class InjectedDelays(Hook):
         """Sleep for all other delays, in full."""
         self._sleep(self._planned_s(engine, micro_batch, cut=False), math.inf)
 
-    def take(self) -> tuple[float, float]:
+    def pop_seconds(self) -> tuple[float, float]:
         """Seconds slept, and seconds cut off by the deadline, since the last call."""
         taken = self._slept_s, self._cut_s
         self._slept_s = self._cut_s = 0.0
@@ -186,6 +186,6 @@ class DelayReport(Hook):
         """Report how long this rank has slept since the last report."""
         if not self.delays.here or (run.step % self._interval and not run.is_last_step):
             return
-        slept_s, cut_s = self.delays.take()
+        slept_s, cut_s = self.delays.pop_seconds()
         run.events.emit(EVENT_KIND, "slept", step=run.step, first_step=self._first_step, slept_s=slept_s, cut_s=cut_s)
         self._first_step = run.step + 1

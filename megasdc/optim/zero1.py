@@ -435,7 +435,7 @@ class StepControl:
         self._listener = listener
         self._follow()
 
-    def hear(self, slot: str, numbers: Tensor) -> Tensor:
+    def pass_to_listener(self, slot: str, numbers: Tensor) -> Tensor:
         """Numbers that a check has computed beside the norm, or the listener's in their place; not recorded."""
         answer = None if self._listener is None or not numbers.numel() else self._listener(slot, numbers.detach())
         return numbers if answer is None else answer
@@ -445,7 +445,7 @@ class StepControl:
         self._used = Used() if on else None
         self._follow()
 
-    def take(self) -> Used:
+    def pop_used(self) -> Used:
         """Numbers that this rank has used since the last call; empty where it skipped the step, or does not record."""
         found = self._used or Used()
         found.skip = self._skip

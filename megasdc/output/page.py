@@ -35,7 +35,7 @@ class Cell:
     group: str = ""
 
     @property
-    def says_more(self) -> bool:
+    def has_more_text(self) -> bool:
         """Whether the text contains more than the number."""
         return self.value is not None and _NUMBER_ALONE.fullmatch(self.text) is None
 
@@ -109,7 +109,7 @@ class Table:
         """All rows; unrounded numbers, and a second column with the displayed text where that contains more."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        twice = {place for row in self.rows for place, one in enumerate(row) if one.says_more}
+        twice = {place for row in self.rows for place, one in enumerate(row) if one.has_more_text}
         told = [
             (place, shown) for place in range(len(self.headings)) for shown in (False, True)[: 1 + (place in twice)]
         ]

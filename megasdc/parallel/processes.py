@@ -245,7 +245,7 @@ class _Passed:
     def __getstate__(self) -> dict[str, Any]:
         return {"_copy": reduction.DupFd(self._number)}
 
-    def take(self) -> int:
+    def detach(self) -> int:
         """Number of the file in this process; may be called once."""
         return int(self._copy.detach())
 
@@ -270,8 +270,8 @@ def _run(
 ) -> None:
     """Body of a fork: as if an interpreter had been started for the module."""
     for number, stream in enumerate(streams):
-        os.dup2(stream.take(), number)
-    words = [str(one.take()) if isinstance(one, _Passed) else one for one in arguments]
+        os.dup2(stream.detach(), number)
+    words = [str(one.detach()) if isinstance(one, _Passed) else one for one in arguments]
     leave_with_the_starter(lifeline)
     run_module(module, words, environment)
 

@@ -663,7 +663,7 @@ class AskedRanks:
         self._rank, self._world_size = rank, world_size
         self._store: dist.Store | None = None
 
-    def ask(self) -> bool:
+    def record_request(self) -> bool:
         """Note that this rank is asked; returns whether all are, and leave; false if the store does not answer."""
         if self._world_size == 1:
             return True

@@ -41,7 +41,7 @@ class ReportChannel:
             self._file.write(json.dumps(message) + "\n")
             self._file.flush()
 
-    def ask(self, **message: Any) -> None:
+    def send_and_wait(self, **message: Any) -> None:
         """Send one message and wait until it has been handled; other ranks do not wait.
 
         Raises:

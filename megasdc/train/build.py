@@ -323,7 +323,7 @@ def _tell_start(events: EventLog, dims: ParallelDims, *, speaks: bool, remaining
     events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
     _tell_untested(events, speaks)
     if remaining is not None:
-        remaining.tell(events, dims.data)
+        remaining.report(events, dims.data)
 
 
 def _tell_untested(events: EventLog, speaks: bool) -> None:

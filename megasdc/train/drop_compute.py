@@ -338,7 +338,7 @@ class DropCompute(Hook):
             ConfigError: decisions to replay are missing.
         """
         engine, step = run.engine, run.step + 1
-        self._garbage.take()  # excludes collections between steps
+        self._garbage.pop_seconds()  # excludes collections between steps
         if (replayed := self._replayed_step(step)) is not None:
             engine.micro_batches = replayed.planned
             self._replay.begin(replayed)
@@ -380,7 +380,7 @@ class DropCompute(Hook):
         self.gate.finish()
         engine, section = run.engine, self._section
         step = StepDecisions(engine.micro_batches, tuple(int(count) for count in self._completed.values))
-        record, gc_s = self.times.take(), self._garbage.take()
+        record, gc_s = self.times.pop_record(), self._garbage.pop_seconds()
         self._clock.learn(record)
         if self._time_log is not None:
             self._time_log.add(run.step, step.planned, record, gc_s)

@@ -83,7 +83,7 @@ class SurvivingRanks:
         """Place, when the launch began, of a rank that goes on."""
         return ParallelDims.from_world(dims.tensor, dims.pipeline, self.launch_size, self.ranks[dims.rank])
 
-    def tell(self, events: EventLog, replicas: int) -> None:
+    def report(self, events: EventLog, replicas: int) -> None:
         """Report that the run goes on without some ranks; ``replicas``: number of replicas that are left."""
         logger.warning("the run goes on with %d replicas, without ranks %s of the launch", replicas, self.left_out)
         said: dict[str, Any] = {"since": self.since, "left_out": self.left_out, "wrong": self.wrong}

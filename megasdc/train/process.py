@@ -96,14 +96,14 @@ class CollectionTimer:
         elif self._started_at:  # 0 if this timer was created during a collection
             self._spans.append((self._started_at, time.perf_counter()))
 
-    def take_spans(self) -> list[tuple[float, float]]:
+    def pop_spans(self) -> list[tuple[float, float]]:
         """Start and end of each collection since the last call, on ``time.perf_counter``."""
         spans, self._spans = self._spans, []
         return spans
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Seconds of the collections since the last call."""
-        return sum(end - start for start, end in self.take_spans())
+        return sum(end - start for start, end in self.pop_spans())
 
     def close(self) -> None:
         """Stop counting."""

@@ -94,9 +94,9 @@ class Reporter(Hook):
             self.progress.start()
             self.progress.add_task("training", total=run.steps, completed=run.step, loss="")
         if self.split is not None:
-            self.split.take()
+            self.split.pop_seconds()
         if self.collections is not None:
-            self.collections.take()
+            self.collections.pop_seconds()
         losses = self._losses  # of the steps since the last line, if loaded from a checkpoint
         self._start_window(run.progress.paused_s)
         self._losses = losses
@@ -150,11 +150,11 @@ class Reporter(Hook):
         if torch.cuda.is_available():
             values["memory/device_peak_bytes"] = torch.cuda.max_memory_allocated()
         if self.split is not None:
-            parts = {name: value / steps for name, value in self.split.take().items()}
+            parts = {name: value / steps for name, value in self.split.pop_seconds().items()}
             values |= {f"time/{name}_s": value for name, value in parts.items()}
             values["time/other_s"] = max(0.0, seconds / steps - sum(parts.values()))
         if self.collections is not None:
-            values["time/garbage_collection_s"] = self.collections.take() / steps
+            values["time/garbage_collection_s"] = self.collections.pop_seconds() / steps
         run.end.results.setdefault("first_loss", next((loss for loss, _ in self._losses if loss is not None), math.nan))
         run.end.results |= {"last_loss": values["train/loss"], "tokens_per_s": values["speed/tokens_per_s"]}
         if self.writer is not None:

@@ -67,7 +67,7 @@ class StartGuard:
         """Whether the training loop has stop signals now."""
         return self._closed.is_set()
 
-    def heard(self) -> None:
+    def mark_handled(self) -> None:
         """Note that the main thread has handled a stop signal, so that it is not stuck."""
         self._heard_at = time.monotonic()
 
@@ -92,7 +92,7 @@ class StartGuard:
         with self._lock:
             if self._ranks is not None and not self._all_are_asked and not self._closed.is_set():
                 self._has_asked = True  # also where it is not known whether that has reached them
-                self._all_are_asked = self._ranks.ask()
+                self._all_are_asked = self._ranks.record_request()
             return self._all_are_asked
 
     def _watch(self) -> None:
@@ -138,7 +138,7 @@ class StopSignals:
 
     Attributes:
         received: number of the last stop signal; 0: none yet.
-        audit_requested: whether an audit was requested since ``take_audit_request``.
+        audit_requested: whether an audit was requested since ``pop_audit_request``.
         start: guard that ends a rank that is stopped before it trains; None without ``leave``.
         leave_running: function that ends a rank that trains, in the same way; None: nothing can.
     """
@@ -159,9 +159,9 @@ class StopSignals:
         else:
             self.received = number
             if self.start is not None:
-                self.start.heard()
+                self.start.mark_handled()
 
-    def take_audit_request(self) -> bool:
+    def pop_audit_request(self) -> bool:
         """Whether an audit was requested since the last call."""
         asked, self.audit_requested = self.audit_requested, False
         return asked

@@ -189,9 +189,9 @@ class RoomWatch(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Evaluate the longest time that a rank has waited for room, as reduced in this step."""
-        self.look(run, self._waiting_s.value)
+        self.update(run, self._waiting_s.value)
 
-    def look(self, run: Run, waits_s: float) -> None:
+    def update(self, run: Run, waits_s: float) -> None:
         """Report the begin and the end of missing room, and stop the run once it has lasted for too long.
 
         Args:
@@ -240,7 +240,7 @@ class LastLines(Hook):
         while run.end.error is None:
             ranks = gather_objects((room.waiting_s(), room.is_asked_to_end()), run.host_group)
             waits_s = max(seconds for seconds, _ in ranks)
-            self._watch.look(run, waits_s)
+            self._watch.update(run, waits_s)
             if not waits_s or any(is_asked for _, is_asked in ranks):
                 break
             run.enter("SAVE")  # again: it waits, and is not stuck

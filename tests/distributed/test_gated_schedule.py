@@ -198,7 +198,7 @@ def gated_step(
     gate.finish()
     engine.gate = None
     engine.hooks.remove(times)
-    return result, times.take(), decided
+    return result, times.pop_record(), decided
 
 
 def check_decisions(

@@ -130,7 +130,7 @@ class AgentProcess:
             return True  # it has not detached yet
         if process_state(found["pid"], found["started_at"]) == GONE:
             return False
-        if done := self._waker.look(found["pid"]):
+        if done := self._waker.check(found["pid"]):
             self.news.append(("agent_stopped", f"its agent: {done}"))
         return found["pid"] not in self._waker.given_up
 

@@ -109,7 +109,7 @@ class LauncherProcess:
             below = psutil.Process(started[0]).children(recursive=True)  # pdsh starts ssh
             started += [one.pid for one in below if one.name() in STARTERS]
         for pid in started:
-            if done := self._waker.look(pid):
+            if done := self._waker.check(pid):
                 self._say(f"the launcher: {done}")
                 if pid in self._waker.given_up:
                     self._kill()

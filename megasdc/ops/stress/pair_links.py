@@ -59,7 +59,7 @@ class LinkEnd:
                 with connect(*place, {}, self._timeout_s) as connection:
                     figures = lead(connection, PLAN, first, second, self._timeout_s)
                     return {"failed": None, "figures": figures.as_dict()}
-            with door, door.take(self._timeout_s)[1] as connection:
+            with door, door.accept(self._timeout_s)[1] as connection:
                 follow(connection, PLAN, self._timeout_s)
         except OSError as error:
             return {"failed": str(error) or repr(error), "figures": None}

@@ -325,15 +325,15 @@ class LaunchBackend:
         with suppress(ChildProcessError):  # it is no child of this process, but of an earlier supervisor
             pid, status = os.waitpid(process.pid, os.WNOHANG)
             self._ended_with = os.waitstatus_to_exitcode(status) if pid else None
-        self._room.look()
+        self._room.has_room()
         if self._log is not None and self._log.poll() is None:  # the front waits for it
-            self._waker.look(self._log.pid)
+            self._waker.check(self._log.pid)
         if run_lock.start_ticks(process.pid) != process.ticks:
             with suppress(subprocess.TimeoutExpired):  # what it has said last
                 if self._log is not None:
                     self._log.wait(LOG_S)
             return False
-        if done := self._waker.look(process.pid):
+        if done := self._waker.check(process.pid):
             _say(f"the front of the launch: {done}")
         return process.pid not in self._waker.given_up
 

@@ -381,7 +381,7 @@ class BlockSums:
         pieces = [piece for one in self._sets for piece in one.pieces]
         empty = torch.zeros(0, dtype=torch.float64, device=device)
         squares = torch.stack([_square(elements(one)) for one in pieces]) if pieces else empty
-        squares = self._engine.step_control.hear(BLOCKS, squares)
+        squares = self._engine.step_control.pass_to_listener(BLOCKS, squares)
         told = squares.split([len(one.pieces) for one in self._sets]) if self._sets else ()
         self._open, self._claim, self._received, self._disputed = None, None, None, None
         last: _UnderWay | None

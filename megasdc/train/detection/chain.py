@@ -253,7 +253,7 @@ class Chain(Hook):
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Keep what the step used, and digests of the blocks at which the next step looks."""
-        self._step, self._used = engine.step_number, engine.step_control.take()
+        self._step, self._used = engine.step_number, engine.step_control.pop_used()
         self._pairs.append((self._kept, self._now))
         self._keep(self._step + 1)
 

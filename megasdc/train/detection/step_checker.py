@@ -263,7 +263,7 @@ class StepChecker(Hook):
         self._finite = FiniteRecorder()
         self._finite_fqns = frozenset(checked if settings.checks_finite else ())
         self.search: NonFiniteSearch | None = None
-        self._request = Field(lambda: float(signals.take_audit_request()))
+        self._request = Field(lambda: float(signals.pop_audit_request()))
         asked = (self._request,) if self._audit.enabled else ()
         followed = () if self.place is None else (self.place.completed,)
         self.fields = (*asked, *followed, *self.budget.fields)

@@ -36,7 +36,7 @@ def write(state, path):
     snapshot = Snapshot(CPU)
     files = [capture(state, path.name)]
     snapshot.prepare(files)
-    snapshot.take(files)
+    snapshot.start_copy(files)
     answer = store(StoreTask(snapshot.wait(), path.parent))
     snapshot.close()
     return answer
@@ -98,7 +98,7 @@ def test_a_snapshot_is_used_again(tmp_path: Path) -> None:
         state = {"text": text, "value": torch.full((1000,), value)}
         files = [capture(state, "state.pt")]
         snapshot.prepare(files)
-        snapshot.take(files)
+        snapshot.start_copy(files)
         store(StoreTask(snapshot.wait(), tmp_path))
         assert same(torch.load(tmp_path / "state.pt"), state)
     snapshot.close()
@@ -123,7 +123,7 @@ def test_a_changed_bit_is_found(part: str, moment: str, tmp_path: Path, monkeypa
     files = [capture({"a": torch.ones(1000)}, "state.pt")]
     in_place = part == "data.pkl"  # elsewhere a broken pickle is refused for its own sake
     snapshot.prepare(files, tmp_path if in_place else None)
-    snapshot.take(files)
+    snapshot.start_copy(files)
     (taken,) = snapshot.wait()
     member = next(one for one in taken.layout.members if one.name == f"state/{part}")
 

@@ -52,7 +52,7 @@ def test_a_writer_that_is_ended_while_a_task_is_sent_is_told_and_started_anew(
     writer.send(Act({tmp_path / "lost": "text " * 1_000_000}))
     os.kill(writer.pid, signal.SIGKILL)
     assert "was killed by signal 9" in _answer(writer).problem
-    assert writer.ask(Act({tmp_path / "file": "text"})).problem == ""
+    assert writer.run_task(Act({tmp_path / "file": "text"})).problem == ""
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -61,7 +61,7 @@ def test_a_writer_runs_where_a_processor_is_idle_until_something_waits_for_it(
 ) -> None:
     """It begins at idle priority; from ``hurry`` on it competes."""
     assert writer.pid is not None
-    assert writer.ask(Act({tmp_path / "file": "text"})).problem == ""
+    assert writer.run_task(Act({tmp_path / "file": "text"})).problem == ""
     assert os.sched_getscheduler(writer.pid) == os.SCHED_IDLE
     writer.hurry()
     assert os.sched_getscheduler(writer.pid) == os.SCHED_OTHER
@@ -70,5 +70,5 @@ def test_a_writer_runs_where_a_processor_is_idle_until_something_waits_for_it(
     writer.hurry()  # one that has ended cannot
     writer.start()
     writer.hurry()  # one that does not listen yet, which must not make itself idle later
-    assert writer.ask(Act({tmp_path / "other": "text"})).problem == ""
+    assert writer.run_task(Act({tmp_path / "other": "text"})).problem == ""
     assert writer.pid is not None and os.sched_getscheduler(writer.pid) == os.SCHED_OTHER

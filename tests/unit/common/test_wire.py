@@ -128,10 +128,10 @@ def test_a_slow_stranger_does_not_hold_up_the_next() -> None:
         with pytest.raises(OSError):
             connect("127.0.0.1", door.port, bytes(SECRET_BYTES), {"rank": 1}, 5.0)
         began = time.monotonic()
-        with connect("127.0.0.1", door.port, TOKEN, {"rank": 7}, 5.0), door.take(5.0)[1]:
+        with connect("127.0.0.1", door.port, TOKEN, {"rank": 7}, 5.0), door.accept(5.0)[1]:
             assert time.monotonic() - began < wire.HANDSHAKE_S / 2
         with pytest.raises(TimeoutError):
-            door.take(0.1)
+            door.accept(0.1)
     assert len(said) == 1 and "does not know the secret" in said[0]
 
 
@@ -150,7 +150,7 @@ def test_callers_of_one_address_do_not_push_out_those_of_others() -> None:
         first = socket.create_connection(place, source_address=("127.0.0.3", 0))
         others = [socket.create_connection(place) for _ in range(2 * MAX_UNKNOWN)]
         wire.introduce(first, TOKEN, {"rank": 1}, 5.0)
-        hello, connection = door.take(5.0)
+        hello, connection = door.accept(5.0)
         assert hello == {"rank": 1}
         for one in (first, connection, *others):
             one.close()
@@ -170,7 +170,7 @@ def test_a_caller_who_has_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         while left:
             time.sleep(0.01)
         with connect("127.0.0.1", door.port, TOKEN, {}, 5.0):
-            door.take(5.0)[1].close()
+            door.accept(5.0)[1].close()
     assert not left and said == ["no further connection can be taken: of a caller"]
 
 

@@ -67,7 +67,7 @@ def test_a_rank_sleeps_its_own_draws(slept):
             for m in range(4)
         ]
         assert slept == pytest.approx(wanted if dims.tp_rank == 0 else [], rel=1e-14)
-        assert delays.take() == pytest.approx((sum(slept), 0.0)) and delays.take() == (0.0, 0.0)
+        assert delays.pop_seconds() == pytest.approx((sum(slept), 0.0)) and delays.pop_seconds() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_preemptible_delay_ends_with_the_time_of_the_replica(slept, monkeypatc
         slept.clear()
         start(delays, 1, 0, dims, left)
         assert slept == [min(3.0, max(left, 0.0)), 0.5]
-    assert delays.take() == (3.0 + 2.0 + 4 * 0.5, 1.0 + 3.0 + 3.0)
+    assert delays.pop_seconds() == (3.0 + 2.0 + 4 * 0.5, 1.0 + 3.0 + 3.0)
     later = ParallelDims(1, 2, 1, 1)
     slept.clear()
     start(InjectedDelays(given, later), 1, 0, later)

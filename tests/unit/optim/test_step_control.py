@@ -44,12 +44,12 @@ def test_numbers_of_a_step_are_heard_and_used() -> None:
     optimizer.unscale_and_clip_grads([same], optimizer.scaled_global_norm())
     torch.testing.assert_close(same, plain)
     assert {slot: number.shape for slot, number in heard.items()} == {"total": (1,), "factor": (1,)}
-    assert [float(one) for one in control.take().factors] == [float(heard["factor"])] == [float(same[0])]
+    assert [float(one) for one in control.pop_used().factors] == [float(heard["factor"])] == [float(same[0])]
     control.listen(lambda slot, number: number * 2)
     assert optimizer.scaled_global_norm() == control.used_norm == 6.0
     twice = torch.ones(3)
     optimizer.unscale_and_clip_grads([twice], norm)
-    assert torch.equal(twice, 2 * same) and [float(one) for one in control.take().factors] == [float(twice[0])]
+    assert torch.equal(twice, 2 * same) and [float(one) for one in control.pop_used().factors] == [float(twice[0])]
 
 
 def test_a_step_is_skipped_where_that_was_decided_and_all_is_given_back() -> None:
@@ -59,7 +59,7 @@ def test_a_step_is_skipped_where_that_was_decided_and_all_is_given_back() -> Non
     control.record()
     assert not optimizer.has_overflow()
     control.decide(torch.tensor(3.0), skip=True)
-    assert optimizer.check_grad_overflow and optimizer.has_overflow() and control.take().skip
+    assert optimizer.check_grad_overflow and optimizer.has_overflow() and control.pop_used().skip
     control.decide(torch.tensor(3.0), skip=False)
     assert not optimizer.check_grad_overflow and not optimizer.has_overflow()
     control.close()

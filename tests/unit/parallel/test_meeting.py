@@ -182,15 +182,15 @@ def test_all_ranks_agree_whether_they_leave(tmp_path, monkeypatch, in_folder):
         monkeypatch.setenv(MEETING_VARIABLE, str(tmp_path))
     held = join_store(FIRST, 20.0)
     a, b, c = (AskedRanks(rank, 3) for rank in range(3))
-    assert [one.ask() for one in (a, a, b, a)] == [False] * 4
-    assert c.ask() and not a.go_on() and b.ask()
+    assert [one.record_request() for one in (a, a, b, a)] == [False] * 4
+    assert c.record_request() and not a.go_on() and b.record_request()
     with ThreadPoolExecutor() as pool:
         began = time.monotonic()
         list(pool.map(lambda one: one.settle(20.0), (a, b, c)))
     assert time.monotonic() - began < 10.0, "each knows that all know"
     monkeypatch.setenv(MEETING_NAME_VARIABLE, "/later")
     a, b = (AskedRanks(rank, 2) for rank in range(2))
-    assert not a.ask() and a.go_on() and not b.ask() and not a.ask()
+    assert not a.record_request() and a.go_on() and not b.record_request() and not a.record_request()
     del held
 
 
@@ -200,7 +200,7 @@ def test_a_rank_goes_on_where_no_store_answers(monkeypatch, port, silent):
     monkeypatch.setattr(rendezvous, "LOOK_S", 0.2)
     alone, began = AskedRanks(1, 2), time.monotonic()
     with socket.create_server(("127.0.0.1", port)) if silent else nullcontext():
-        assert not alone.ask() and alone.go_on()
+        assert not alone.record_request() and alone.go_on()
         alone.settle(5.0)
     assert time.monotonic() - began < 20.0
-    assert AskedRanks(0, 1).ask(), "it is all there are"
+    assert AskedRanks(0, 1).record_request(), "it is all there are"

@@ -235,7 +235,7 @@ def test_a_forged_decision_ends_the_rank_that_asks(variables: dict[str, str], mo
     store = join_store(FIRST, 20.0)
     stranger = dist.TCPStore("127.0.0.2", int(variables["MASTER_PORT"]), is_master=False, wait_for_workers=False)
     dist.PrefixStore("meeting/0", stranger).set("start", "leave")
-    for ask in (AskedRanks(1, 2).go_on, lambda: [AskedRanks(rank, 2).ask() for rank in (0, 1)]):
+    for ask in (AskedRanks(1, 2).go_on, lambda: [AskedRanks(rank, 2).record_request() for rank in (0, 1)]):
         with pytest.raises(LaunchError, match="meeting/0/start: not signed with the secret of this launch"):
             ask()
     del store

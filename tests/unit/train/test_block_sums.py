@@ -107,11 +107,11 @@ def _engine(gradient: torch.Tensor, wrong: int) -> Any:
         fp32_groups_flat_partition=[torch.zeros_like(gradient)],
     )
 
-    def hear(slot: str, numbers: torch.Tensor) -> torch.Tensor:
+    def pass_to_listener(slot: str, numbers: torch.Tensor) -> torch.Tensor:
         numbers[wrong] *= 1 + 1e-9
         return numbers
 
-    control, dims = SimpleNamespace(hear=hear), ParallelDims(1, 1, 1)
+    control, dims = SimpleNamespace(pass_to_listener=pass_to_listener), ParallelDims(1, 1, 1)
     return SimpleNamespace(dims=dims, device=gradient.device, optimizer=optimizer, step_control=control)
 
 

@@ -61,10 +61,10 @@ def test_seconds_of_collections(monkeypatch):
         timer = CollectionTimer()
         gc.collect()
         gc.collect(0)
-        assert timer.take() == 0.75
-        assert timer.take() == 0.0
+        assert timer.pop_seconds() == 0.75
+        assert timer.pop_seconds() == 0.0
         timer.close()
         gc.collect()
-        assert timer.take() == 0.0 and timer._on_phase not in gc.callbacks
+        assert timer.pop_seconds() == 0.0 and timer._on_phase not in gc.callbacks
     finally:
         gc.enable()

@@ -60,7 +60,7 @@ def restore_in_blocks(messages: Messages, raw: dict[str, Any], folder: Path, res
     check = resume.check_file
     resume.check_file = lambda *args, **options: clock.timed(VERIFY, lambda: check(*args, **options))  # type: ignore
     for _ in range(restores):
-        messages.ask(ready=True)
+        messages.send_and_wait(ready=True)
         chosen = clock.timed(FIND, resume.find_checkpoint, folder, dims, ranks)
         clock.timed(LOAD, load.load_checkpoint, run.engine, chosen, dims, ranks)
         messages.send(parts=dict(clock.parts))

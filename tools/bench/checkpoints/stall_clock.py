@@ -84,7 +84,7 @@ class SaveClock:
         return timed
 
     def _watch_copies(self) -> None:
-        take, copy = Snapshot.take, Snapshot._copy
+        take, copy = Snapshot.start_copy, Snapshot._copy
 
         def take_noted(snapshot: Snapshot, files: Any) -> None:
             self._began[id(snapshot)] = self._saver, sum(one.layout.size_bytes for one in files)
@@ -96,7 +96,7 @@ class SaveClock:
             copy(snapshot, ready)
             self.copies.append(Moved(saver, began, int(size_bytes), time.perf_counter() - began))
 
-        Snapshot.take = take_noted  # type: ignore[method-assign, assignment]
+        Snapshot.start_copy = take_noted  # type: ignore[method-assign, assignment]
         Snapshot._copy = copy_timed  # type: ignore[method-assign, assignment]
 
     def _watch_writers(self) -> None:

@@ -260,7 +260,7 @@ class OverheadRank:
         chain = detection.chain
         assert chain is not None, "the section asks for it"
         chain.on_start(self._run)
-        self.engine.step_control.take()  # what steps without it have used
+        self.engine.step_control.pop_used()  # what steps without it have used
         wall_s = 0.0
         for one in (Clock(), clock):
             hooks: list[Any] = [Timed(hook, one) for hook in (detection, chain, chain.sums)]

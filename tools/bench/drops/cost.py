@@ -283,7 +283,7 @@ def measure_rank(messages: Messages, config: dict[str, Any], vocab: int) -> None
             "marks": marks.total_s,
             "count, exchange, log": calls.total_s,
         }
-        record = drop.times.take()
+        record = drop.times.pop_record()
         found = gather_objects((wall_s, parts, record.busy_s, drop.gate.num_sent - sent))
         slowest = max(found, key=lambda one: sum(one[1].values()) / one[0])
         if step:  # the first one is slower

@@ -172,7 +172,7 @@ def run_apart(messages: Messages, options: TrainBenchOptions, name: str, folder:
     waiting = dist.new_group(backend="gloo", timeout=LONGEST_TURN)
 
     def wait_for_turn() -> None:
-        messages.ask()
+        messages.send_and_wait()
         dist.barrier(group=waiting)
 
     costs = []

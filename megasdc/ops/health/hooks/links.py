@@ -110,7 +110,7 @@ def _admit(door: Door, expected: Collection[int]) -> dict[int, socket.socket]:
     found: dict[int, socket.socket] = {}
     while len(found) < len(expected):
         try:
-            hello, connection = door.take(CONNECT_S)
+            hello, connection = door.accept(CONNECT_S)
         except TimeoutError:
             break  # it is reported as not connected
         first = hello.get("rank")

@@ -65,11 +65,11 @@ class StragglerWatch(Hook):
 
     def before_micro_batches(self, engine: TrainingEngine) -> None:
         """Collections before are none of the step's."""
-        self._garbage.take()
+        self._garbage.pop_seconds()
 
     def after_micro_batches(self, engine: TrainingEngine) -> None:
         """Those within it are; micro-batches that are recomputed after this are not counted."""
-        self._collections = self._garbage.take_spans()
+        self._collections = self._garbage.pop_spans()
 
     # --- between steps ------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ def lead(connection: socket.socket, plan: ProbePlan, first: str, second: str, li
     scratch = memoryview(bytearray(plan.payload_bytes))
     before = sent(connection)
     exchange.send(b"?")
-    exchange.take(1)  # the peer has come
+    exchange.receive(1)  # the peer has come
     pings = [_ping(exchange) for _ in range(plan.pings)]
     forward = []
     for _ in range(plan.transfers + 1):
@@ -57,7 +57,7 @@ def lead(connection: socket.socket, plan: ProbePlan, first: str, second: str, li
         exchange.send(b">")
         exchange.fill(scratch)
         exchange.send(b"<")
-    seconds, lost, segments = _RESULT.unpack(exchange.take(_RESULT.size))
+    seconds, lost, segments = _RESULT.unpack(exchange.receive(_RESULT.size))
     own = sent(connection).since(before)
     return LinkFigures(
         first,
@@ -82,16 +82,16 @@ def follow(connection: socket.socket, plan: ProbePlan, limit_s: float) -> None:
     exchange, payload = BoundedExchange(connection, limit_s), bytes(plan.payload_bytes)
     scratch = memoryview(bytearray(plan.payload_bytes))
     before = sent(connection)
-    exchange.take(1)
+    exchange.receive(1)
     exchange.send(b"!")
     for _ in range(plan.pings):
-        exchange.take(1)
+        exchange.receive(1)
         exchange.send(_CLOCK.pack(time.monotonic()))
     backward = []
     for _ in range(plan.transfers + 1):
         exchange.fill(scratch)
         exchange.send(b"<")
-        exchange.take(1)
+        exchange.receive(1)
         backward.append(_transfer_s(exchange, payload))
     own = sent(connection).since(before)
     exchange.send(_RESULT.pack(lower_quartile(backward[1:]), own.lost, own.segments))
@@ -101,7 +101,7 @@ def _ping(exchange: BoundedExchange) -> tuple[float, float]:
     """Round trip, and the peer's clock against the middle of it, both in seconds."""
     began = time.monotonic()
     exchange.send(b".")
-    there = _CLOCK.unpack(exchange.take(_CLOCK.size))[0]
+    there = _CLOCK.unpack(exchange.receive(_CLOCK.size))[0]
     ended = time.monotonic()
     return ended - began, there - (began + ended) / 2
 
@@ -110,5 +110,5 @@ def _transfer_s(exchange: BoundedExchange, payload: bytes) -> float:
     """Seconds until the peer has a payload and answers."""
     began = time.monotonic()
     exchange.send(payload)
-    exchange.take(1)
+    exchange.receive(1)
     return time.monotonic() - began

@@ -103,18 +103,18 @@ def test_a_stopped_process_is_woken_and_killed_where_it_stays_so() -> None:
     """Not before its time, and not one that runs again."""
     waker = Waker(0.05)
     with stopped() as process:
-        assert waker.look(process.pid) == ""
+        assert waker.check(process.pid) == ""
         time.sleep(0.1)
-        assert "is woken" in waker.look(process.pid)
+        assert "is woken" in waker.check(process.pid)
         process.send_signal(signal.SIGSTOP)  # as who stops it again and again
         time.sleep(0.1)
-        assert "is killed" in waker.look(process.pid)
+        assert "is killed" in waker.check(process.pid)
         assert process.wait(10) == -signal.SIGKILL
     with stopped() as process:
-        assert waker.look(process.pid) == ""
+        assert waker.check(process.pid) == ""
         process.send_signal(signal.SIGCONT)
         time.sleep(0.1)
-        assert [waker.look(process.pid) for _ in range(3)] == [""] * 3 and process.poll() is None
+        assert [waker.check(process.pid) for _ in range(3)] == [""] * 3 and process.poll() is None
 
 
 def test_a_stopped_front_is_woken_by_its_supervisor(
@@ -162,12 +162,12 @@ def test_a_process_that_polls_and_does_not_run_is_killed(monkeypatch: pytest.Mon
         waker, passive = Waker(60, 0.1, polls=True), Waker(60, 0.1)
         monkeypatch.setattr(process_state, "PAUSE_S", 0.15)
         for _ in range(2):
-            assert waker.look(still.pid) == waker.look(runs.pid) == ""
+            assert waker.check(still.pid) == waker.check(runs.pid) == ""
             time.sleep(0.2)
         monkeypatch.setattr(process_state, "PAUSE_S", 10.0)
         said = []
         while still.poll() is None:
-            said += [waker.look(still.pid), waker.look(runs.pid), passive.look(still.pid)]
+            said += [waker.check(still.pid), waker.check(runs.pid), passive.check(still.pid)]
             time.sleep(0.02)
         assert [one for one in said if one] == [f"process {still.pid} does not run, and has for 0.1 s: it is killed"]
         assert runs.poll() is None

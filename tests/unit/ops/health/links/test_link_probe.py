@@ -24,7 +24,7 @@ def two_ends(answer: ProbePlan | None) -> Iterator[socket.socket]:
     with Door("127.0.0.1", TOKEN) as door:
 
         def other() -> None:
-            hello, connection = door.take(10.0)
+            hello, connection = door.accept(10.0)
             assert hello == WHO
             with connection:
                 if answer is not None:
@@ -88,4 +88,4 @@ def test_idle_connections_are_kept_alive() -> None:
 def _connected() -> tuple[socket.socket, socket.socket]:
     with Door("127.0.0.1", TOKEN) as door:
         here = connect("127.0.0.1", door.port, TOKEN, WHO, 10.0)
-        return here, door.take(10.0)[1]
+        return here, door.accept(10.0)[1]
