@@ -29,7 +29,7 @@ if megasdc summary "$run_dir" --require-finished >/dev/null 2>&1; then
     echo "== 2/4, 3/4 training: $run_dir holds a finished run; remove the folder to train again"
 else
     echo "== 2/4 training on 2 ranks with ZeRO-1, first half; ends with a checkpoint"
-    megasdc launch --num-ranks 2 --config "$config" --set megasdc.training.stop_step=400
+    megasdc launch --num-ranks 2 --config "$config" --set megasdc.training.stop_step=200
     echo "== 3/4 training, second half, resumed from that checkpoint"
     megasdc launch --num-ranks 2 --config "$config" --set megasdc.checkpoint.resume=must
 fi

@@ -80,7 +80,7 @@ def _save_both_ways(folder: str, layout: dict[str, Any], ranks: dict[str, Any]) 
     [
         pytest.param(2, {}, "shared", marks=pytest.mark.full),
         (2, {"dtype": "bf16"}, "shared"),
-        (4, {"tensor": 2, "pipeline": 2}, "shared"),
+        pytest.param(4, {"tensor": 2, "pipeline": 2}, "shared", marks=pytest.mark.full),
         (2, {"pipeline": 2}, "node_local"),
     ],
 )

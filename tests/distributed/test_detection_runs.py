@@ -54,7 +54,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     return folder / "clean"
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)], ids=["dp3", "tp2dp3", "pp2dp3"])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline"),
+    [pytest.param(1, 1, marks=pytest.mark.full), (2, 1), (1, 2)],
+    ids=["dp3", "tp2dp3", "pp2dp3"],
+)
 def test_a_fault_of_one_micro_batch_is_named_and_repaired(
     tmp_path: Path, data: Path, tensor: int, pipeline: int
 ) -> None:

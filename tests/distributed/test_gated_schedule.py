@@ -286,7 +286,7 @@ def check_trials(found: list[tuple[int, int]]) -> None:
 
 # --- layouts and features ---------------------------------------------------------------------------------------------
 
-SAMPLE = [("gpt", (1, 1, 2), 12), ("gpt", (1, 4, 1), 10), ("llama", (2, 2, 2), 6)]
+SAMPLE = [("gpt", (1, 1, 2), 12), ("gpt", (1, 4, 1), 10), ("llama", (2, 2, 1), 6)]
 LAYOUTS = [*itertools.product((1, 2), repeat=3), (1, 4, 1), (1, 4, 2), (2, 4, 1)]
 CASES = [
     *SAMPLE,

@@ -20,8 +20,9 @@ CASES = {
     "llama_bf16": (LLAMA, {"precision": "bf16"}, 1e-2),
 }
 PAIRS = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
-FULL = [("gpt_fp32", (2, 2, 1)), *(("llama_bf16", layout) for layout in PAIRS)]
-"""Layouts that others in every test run are made of; part of the full campaign."""
+SINGLE = [(2, 1, 1), (1, 2, 1)]
+FULL = [*(("gpt_fp32", layout) for layout in PAIRS), *(("llama_bf16", layout) for layout in (*PAIRS, *SINGLE))]
+"""Layouts that others in every test run are made of, or have as parts; part of the full campaign."""
 AGREEMENTS = [
     pytest.param(
         case,

@@ -97,7 +97,7 @@ RUN_ELSEWHERE = {
     "python -m tools.bench drop-training": f"{DROPS}::test_a_sample_of_training",
     "megasdc report scaling.json": f"{PAGE}/test_drop_report.py::test_measured_and_trained_are_shown_as_found",
     "python tools/compare_checkpoints.py node1.manifest": f"{DIGESTS}::test_commands_on_manifests",
-    "python tools/compare_checkpoints.py runs/my/checkpoints/step_00000800 node2.manifest": TRAVEL,
+    "python tools/compare_checkpoints.py runs/my/checkpoints/step_00000400 node2.manifest": TRAVEL,
     "python tools/compare_checkpoints.py blocks/": TRAVEL,
 }
 """Commands that need other hosts, hours or files of the reader's own, and the test or the script that runs each."""

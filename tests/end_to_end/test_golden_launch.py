@@ -88,6 +88,7 @@ def test_two_hosts_are_healthy(cluster: Cluster, golden: Path) -> None:
     ]
 
 
+@pytest.mark.full  # ``test_golden_node.py`` kills a rank beside another in the same way, without SSH
 def test_a_dead_process_holds_up_no_other_cell(cluster: Cluster, golden: Path) -> None:
     """A rank killed on one host is a result, told by its host; the other cell is verified to its end."""
     fault = {"host": "node2", "kind": "sigkill", "phase": "forward", "steps": [2, 2]}
@@ -115,9 +116,9 @@ def test_the_wrong_host_is_named(cluster: Cluster, golden: Path) -> None:
 def test_a_host_that_falls_silent(cluster: Cluster, golden: Path) -> None:
     """A host without power gives no answer; rank 0, which has waited for it, still writes the result of all."""
     fault = {"host": "node2", "kind": "hang", "phase": "forward", "steps": [2, 2]}
-    out, process = _start(cluster, golden, {"process_faults": [fault]}, slots=2)
+    out, process = _start(cluster, golden, {"process_faults": [fault]}, slots=1)
     command = ["pgrep", "-f", "megasdc.ops.golden.rank"]
-    while len(cluster.run("node2", command).stdout.split()) < 2:  # both watchers have told rank 0 that they live
+    while not cluster.run("node2", command).stdout.split():  # its watcher has told rank 0 that it lives
         assert process.poll() is None
         time.sleep(0.2)
     cluster.power_off("node2")
@@ -125,5 +126,5 @@ def test_a_host_that_falls_silent(cluster: Cluster, golden: Path) -> None:
     assert process.returncode == 255  # pdsh takes the highest code, and that is ssh's for a lost host
     said = json.loads(out.read_text())
     assert said["exit_code"] == 79
-    assert [rank["status"] for rank in said["ranks"]] == ["healthy", "healthy", "no answer", "no answer"]
-    assert all("was silent" in rank["detail"] for rank in said["ranks"][2:])
+    assert [rank["status"] for rank in said["ranks"]] == ["healthy", "no answer"]
+    assert "was silent" in said["ranks"][1]["detail"]

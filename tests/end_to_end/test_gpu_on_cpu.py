@@ -28,7 +28,8 @@ def write_wheel(folder: Path) -> Path:
 
 
 @pytest.mark.distributed
-def test_parts_run_on_a_processor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [("optimizers",), pytest.param(("optimizers", "profile"), marks=pytest.mark.full)])
+def test_parts_run_on_a_processor(tmp_path: Path, parts: tuple[str, ...]) -> None:
     """Parts that train and profile pass, what means nothing here is listed with its reason, the picture is there.
 
     Of the wheels, what is installed here already is left alone.
@@ -38,7 +39,7 @@ def test_parts_run_on_a_processor(tmp_path: Path) -> None:
     script = str(ROOT / "tests" / "gpu.sh")
     call = ["bash", script, "--device", "cpu", "--minutes", "4", "--json", str(result), "--wheels", str(wheels)]
     done = subprocess.run(
-        [*call, "--only", "optimizers", "profile", "--out", str(tmp_path / "out")],
+        [*call, "--only", *parts, "--out", str(tmp_path / "out")],
         cwd=ROOT,
         env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""},
         capture_output=True,
@@ -47,13 +48,15 @@ def test_parts_run_on_a_processor(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text())
-    assert [(one["name"], one["state"]) for one in found["parts"]] == [("optimizers", "passed"), ("profile", "passed")]
+    assert [(one["name"], one["state"]) for one in found["parts"]] == [(name, "passed") for name in parts]
     assert {"device", "torch", "deepspeed", "megatron-core", "python", "commit", "cuda", "nccl", "triton"} <= set(found)
     assert found["parts"][0]["not_run"][0]["name"] == "DeepSpeed FusedAdam"
-    assert "DeepSpeed FusedAdam: it is compiled" in done.stdout and "2 passed" in done.stdout
+    assert "DeepSpeed FusedAdam: it is compiled" in done.stdout and f"{len(parts)} passed" in done.stdout
     assert [one.name for one in (tmp_path / "out" / "site").glob("*.py")] == ["carried.py"]
-    picture = (tmp_path / "out" / "profile" / "step_fp32.svg").read_text()
-    assert picture.startswith("<svg") and "aten::mm" in picture
-    assert (
-        json.loads((tmp_path / "out" / "profile" / "step_fp32.json").read_text())["by_group_ms"]["matrix product"] > 0
-    )
+    if "profile" in parts:
+        picture = (tmp_path / "out" / "profile" / "step_fp32.svg").read_text()
+        assert picture.startswith("<svg") and "aten::mm" in picture
+        assert (
+            json.loads((tmp_path / "out" / "profile" / "step_fp32.json").read_text())["by_group_ms"]["matrix product"]
+            > 0
+        )

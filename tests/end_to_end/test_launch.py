@@ -118,7 +118,7 @@ def launches(cluster: Cluster, tmp_path: Path) -> Launches:
     return Launches(cluster, tmp_path / "work ;touch injected")
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_success_needs_and_finds_every_record(launches: Launches, count: int) -> None:
     """Ranks on 2 and 3 hosts meet over gloo; exit code 0 with a done record of each."""
     code, said = launches.run("signed", names=HOSTS[:count])

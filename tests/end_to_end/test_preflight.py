@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from harness import forked_programs
 from test_launch_train import STEPS, folder  # noqa: F401 - a fixture
 
 from tools.hosts import Cluster, unavailable_reason
@@ -46,9 +48,11 @@ def command(folder: Path, *options: str) -> list[str]:  # noqa: F811
 
 
 def preflight(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:  # noqa: F811
-    """A preflight of the fixture's run on this host: exit code, and checks by name."""
-    argv = command(folder, "--num-ranks", "2", *options)
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
+    """A preflight of the run on this host, its processes forks of one server: exit code, and checks by name."""
+    with tempfile.TemporaryDirectory() as place, forked_programs(Path(place)) as programs:
+        _, *argv = command(folder, "--num-ranks", "2", *options)
+        argv.insert(0, str(programs / "python"))
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     result = json.loads(done.stdout)
     assert result["exit_code"] == done.returncode

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import run_command
 from whole_runs import prepare_text, train_run, write_config
 
 from megasdc.common.errors import CorruptionError
@@ -70,14 +68,7 @@ def strange_samples(result: StepData) -> list[tuple[int, int]]:
 
 def triage(run: Path, step: int) -> tuple[int, dict[str, Any]]:
     """Run the command; returns exit code and result."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "megasdc", "triage", str(run), str(step), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
+    done = run_command("triage", str(run), str(step), "--json")
     assert done.stdout.startswith("{"), done.stderr
     return done.returncode, json.loads(done.stdout)
 

@@ -33,6 +33,7 @@ def _start(folder: Path) -> None:
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-3000:]}"
 
 
+@pytest.mark.full  # a minute of compiling; ``test_a_library_that_is_not_the_function`` has the rule
 def test_a_start_after_one_that_was_killed_compiles_again(tmp_path: Path) -> None:
     """Whatever the linker had written: a part (which is a bus error when it is loaded), nothing, zeros at the start.
 

@@ -81,7 +81,7 @@ def test_figures_of_a_run(measured: Path) -> None:
     assert (costs["step_s"], costs["disk_stall_s"], costs["disk_duration_s"]) == (0.5, 2.0, 30.0)
     assert costs["verification_s"] == 50 * 0.5 and "audit" in origins["verification_s"]
     assert "3 saves of the run, of 3.0 MB" in origins["disk_stall_s"] and "speed/step_s" in origins["step_s"]
-    assert found["own"]["intervals"]["disk"] == 200
+    assert found["own"]["intervals"]["disk"] == 100
     text = run("--run", measured, "--trials", 0, "--mtbf-hours", 20, "--disk-stall-s", 3, "--step-s", 0.25).stdout
     assert "configured" in text and "--disk-stall-s" in text and "the stall" in text and "speed/step_s" not in text
     bare = result("--run", write_run(measured.parent / "bare", np.full(3, 3.0)), "--trials", 0)
@@ -90,7 +90,7 @@ def test_figures_of_a_run(measured: Path) -> None:
 
 def test_configured_interval(tmp_path: Path) -> None:
     """It is compared; one that saves only at the end is told."""
-    assert result(*GIVEN, "--config", SMOKE, "--trials", 0)["own"]["intervals"]["disk"] == 200
+    assert result(*GIVEN, "--config", SMOKE, "--trials", 0)["own"]["intervals"]["disk"] == 100
     never = json.loads(Path(SMOKE).read_text())
     never["megasdc"]["checkpoint"]["interval"] = 0
     (tmp_path / "never.json").write_text(json.dumps(never))
