@@ -1,10 +1,11 @@
-"""Asynchronous saves: the state is captured, copied into shared memory, and written by another process.
+"""Saves on the disk: the state is captured, and written while training waits, or beside training.
 
-``DiskSaver``: one save at a time, in stages on which all ranks agree at the ends of steps. A save begins with a
-snapshot. While training goes on a process of each rank writes the snapshot's files. Once all have, the leader of each
-folder gives it its final name, then (node-local storage) its marker, then moves ``latest`` and deletes old checkpoints:
-the stages of a synchronous save, in the same order. A rank that has a problem ends the save of all; the checkpoint
-before stays, and training goes on.
+``DiskSaver``: one save at a time, in stages on which all ranks agree at the ends of steps. Beside training a save
+begins with a snapshot: the state is copied into shared memory, and while training goes on a process of each rank writes
+the snapshot's files. Once all have, the leader of each folder gives it its final name, then (node-local storage) its
+marker, then moves ``latest`` and deletes old checkpoints. A rank that has a problem ends the save of all; the
+checkpoint before stays, and training goes on. ``save_checkpoint`` goes through the same stages while training waits:
+each rank writes its files itself (``OwnWriter``), without a copy in between.
 
 ``Snapshot``: files of one rank in shared memory, laid out as on the disk. Parameters and moments do not change between
 the optimizer's update and the next one. So a thread copies them while the next forward and backward passes run, and the
@@ -28,6 +29,7 @@ import socket
 import threading
 import time
 import uuid
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,16 +60,22 @@ from megasdc.checkpoint.save import (
     with_plain_stage,
     wrapped_writer,
 )
+from megasdc.checkpoint.writer_main import act, describe_stored, explain
 from megasdc.checkpoint.writer_process import (
     Act,
     FileLayout,
     StoredFile,
     StoreTask,
     TakenFile,
+    Task,
     TaskResult,
     WriterProcess,
+    directory,
     lay_out,
+    local_header,
 )
+from megasdc.common.durable import sync_path, write_durably
+from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.common.host import SNAPSHOT_SHARE, free_memory, shared_folder
 from megasdc.parallel.collectives import MIN, Field, StepAgreement, gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -108,14 +116,15 @@ class _Save:
 
 
 class DiskSaver:
-    """Saves checkpoints into a folder beside training.
+    """Saves checkpoints into a folder.
 
     All methods but ``wait_for_copy`` and ``close`` are collective: all ranks of the world.
 
     Args:
         folder: folder of the checkpoints; created if absent.
         dims: this rank's position in the layout.
-        device: device of the run's tensors.
+        device: device of the run's tensors, which are copied and written beside training; None: training waits for a
+            save, see ``save_checkpoint``.
         keep: rules by which older checkpoints are kept; None: all are kept.
 
     Attributes:
@@ -129,13 +138,13 @@ class DiskSaver:
         folder: Path,
         dims: ParallelDims,
         ranks: CheckpointGroup,
-        device: torch.device,
+        device: torch.device | None,
         keep: Retention | None = None,
     ) -> None:
         self.folder, self._dims, self._keep = folder, dims, keep or Retention()
         self._place = find_place(ranks)
-        self._snapshot = Snapshot(device)
-        self._writer = WriterProcess(describes=True)
+        self._snapshot = None if device is None else Snapshot(device)
+        self._writer = OwnWriter() if device is None else WriterProcess(describes=True)
         self._save: _Save | None = None
         self._begun = 0
         self.failed = 0
@@ -165,7 +174,7 @@ class DiskSaver:
         """Allocate memory for the snapshot and start the writer, so that no save has to wait for that."""
         files, problem = capture_engine(engine, self._dims, self._place, state)
         with contextlib.suppress(OSError):  # the first save reports it
-            if problem is None:
+            if problem is None and self._snapshot is not None:
                 self._snapshot.prepare(files)
             self._writer.start()
 
@@ -185,7 +194,12 @@ class DiskSaver:
         save.problem = job.prepare() if job.place.leader else None
         files, problem = capture_engine(engine, self._dims, self._place, state)
         save.problem = save.problem or problem
-        if save.problem is None:
+        if save.problem is not None:
+            pass
+        elif isinstance(self._writer, OwnWriter):
+            save.written = WrittenFiles(not_finite=[one.name for one in files if not are_finite(one.tensors)])
+            self._writer.send(WriteTask(files, job.temporary, texts))
+        elif self._snapshot is not None:
             try:
                 self._snapshot.prepare(files)
                 self._snapshot.start_copy(files)
@@ -204,7 +218,7 @@ class DiskSaver:
 
     def wait_for_copy(self) -> None:
         """Wait until the snapshot is copied, then have it written; must be called before the optimizer's update."""
-        if self._save is None or not self._snapshot.is_copying:
+        if self._save is None or self._snapshot is None or not self._snapshot.is_copying:
             return
         started = time.monotonic()
         save = self._save
@@ -216,13 +230,17 @@ class DiskSaver:
             save.problem = describe_error(error, "copy the snapshot")
         save.stalled_s += time.monotonic() - started
 
+    @property
+    def _is_copying(self) -> bool:
+        return self._snapshot is not None and self._snapshot.is_copying
+
     # --- agreement of a step -----------------------------------------------------------------------------------
 
     def _own_done(self) -> float | None:
         save = self._save
         if save is None:
             return None
-        if save.answer is None and save.problem is None and not self._snapshot.is_copying:
+        if save.answer is None and save.problem is None and not self._is_copying:
             save.answer = self._writer.answer()
             if save.answer is not None and save.answer.problem:
                 save.problem = RankProblem(save.answer.problem, save.answer.is_storage, save.answer.no_room)
@@ -247,7 +265,11 @@ class DiskSaver:
         return None
 
     def finish(self) -> SaveResult | None:
-        """Wait for the save under way; returns its result, None if there is none or it failed."""
+        """Wait for the save under way; returns its result, None if there is none or it failed.
+
+        Raises:
+            StorageError, CheckpointError: a save that training waits for failed, see ``save_checkpoint``.
+        """
         result = None
         started = time.monotonic()
         self._writer.hurry()
@@ -312,30 +334,137 @@ class DiskSaver:
         return finish_save(save.job, self._keep, save.written, deleted, failed, duration_s, save.stalled_s)
 
     def _give_up(self, save: _Save) -> None:
-        """End a save in which a rank has a problem; training goes on."""
+        """End a save in which a rank has a problem; training goes on, unless it has waited for the save."""
         self._save = None
         self.failed += not save.saved
-        place = save.job.place
-        if self._snapshot.is_copying:
+        if self._snapshot is not None and self._snapshot.is_copying:
             self._snapshot.close()
         self._writer.close()  # whatever it does for this save must end before its folder is removed
-        found = [(rank, one) for rank, one in enumerate(place.gather((place.node, save.problem))) if one[1] is not None]
-        if place.leader and not save.saved:
-            save.job.clean_up()
-        place.gather(None)  # no rank begins another save before the folders are clean
-        self.no_room = any(one.no_room for _, (_, one) in found if one is not None)
-        rank, (node, problem) = found[0]
-        more = f"; {len(found) - 1} other ranks failed too" if len(found) > 1 else ""
-        message = f"{save.job.failure(saved=save.saved)}: rank {rank} on {node}: {problem.text}{more}"
-        name = "checkpoint_not_finished" if save.saved else "checkpoint_not_saved"
-        place.emit("warning", name, step=save.job.step, message=message)
+        try:
+            save.job.agree(save.problem, saved=save.saved)
+        except MegasdcError as error:
+            self.no_room = isinstance(error, StorageError) and error.no_room
+            self._report(save, error)
+
+    def _report(self, save: _Save, error: MegasdcError) -> None:
+        """Report an error that all ranks have; raise it where training waits."""
+        place, waits = save.job.place, self._snapshot is None
+        kind, name = "warning", "checkpoint_not_saved"
+        if waits and not self.no_room:
+            kind, name = "error", "checkpoint_save"
+        elif save.saved and not waits:
+            name = "checkpoint_not_finished"
+        place.emit(kind, name, step=save.job.step, message=str(error))
+        if waits:
+            raise error
         if place.rank == 0:
-            logger.warning("%s; training goes on", message)
+            logger.warning("%s; training goes on", error)
 
     def close(self) -> None:
         """End the writer, and release memory; a save under way is lost."""
         self._writer.close()
-        self._snapshot.close()
+        if self._snapshot is not None:
+            self._snapshot.close()
+
+
+def save_checkpoint(
+    engine: Any,
+    folder: Path | str,
+    step: int,
+    state: SavedState,
+    dims: ParallelDims,
+    ranks: CheckpointGroup,
+    keep: Retention | None = None,
+) -> SaveResult:
+    """Save one checkpoint as ``folder/step_NNNNNNNN``, and wait until it is whole.
+
+    Args:
+        engine: the PipelineEngine.
+        folder: the checkpoint folder; created if absent.
+        step: optimizer step, first is 1. A checkpoint of the same step is replaced.
+        keep: rules by which older checkpoints are kept; None: all are kept.
+
+    Raises:
+        StorageError: a folder is not writable or a disk is full, on all ranks; earlier checkpoints are untouched.
+        CheckpointError: the states cannot be saved, or their pickles would be refused when loaded, on all ranks.
+
+    Collective: all ranks of the world.
+    Sync: waits for the device.
+    """
+    saver = DiskSaver(Path(folder), dims, ranks, None, keep)
+    saver.begin(engine, step, state)
+    result = saver.finish()
+    assert result is not None, "a failed save raises"
+    return result
+
+
+@dataclass(frozen=True)
+class WriteTask:
+    """Task of a rank that writes itself: write captured files into a folder, and texts as files of these names."""
+
+    files: list[CapturedFile]
+    target: Path
+    texts: dict[str, str]
+
+
+class OwnWriter:
+    """In the place of a ``WriterProcess``: the rank does each task itself, at once; training waits meanwhile."""
+
+    def __init__(self) -> None:
+        self._answer = TaskResult()
+
+    def send(self, task: WriteTask | Task) -> None:
+        """Write files, or act; there is no snapshot to store, and no partner."""
+        tasks: dict[type, Callable[[Any], TaskResult]] = {WriteTask: _write, Act: act}
+        try:
+            self._answer = tasks[type(task)](task)
+        except Exception as error:  # whatever it is, this rank must tell the others
+            self._answer = explain(error)
+
+    def answer(self) -> TaskResult:
+        """Result of the last task."""
+        return self._answer
+
+    def start(self) -> None:
+        """Nothing is to be started."""
+
+    def hurry(self) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+def _write(task: WriteTask) -> TaskResult:
+    for file in task.files:
+        path = task.target / file.name
+        try:
+            write_file(path, file)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    for name, text in task.texts.items():
+        write_durably(task.target / name, text)
+    files = {file.name: file.described for file in task.files} | dict.fromkeys(task.texts)
+    return TaskResult(stored=[describe_stored(task.target / name, one) for name, one in files.items()])
+
+
+def write_file(path: Path, file: CapturedFile) -> None:
+    """Write a captured file, and wait until it is on the disk.
+
+    Sync: waits for the device; one tensor at a time is copied from there.
+    """
+    tensors, checksums = iter(file.tensors), []
+    with open(path, "wb") as written:
+        for member in file.layout.members:
+            content: Any = member.content
+            if content is None:
+                flat = next(tensors).detach().cpu().contiguous().view(-1)
+                content = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+            checksums.append(zlib.crc32(content))
+            written.write(local_header(member, checksums[-1]))
+            written.write(content)
+        written.write(directory(file.layout, checksums))
+    sync_path(path)
 
 
 def _record(stored: StoredFile, place: FolderRanks) -> FileRecord:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megasdc.checkpoint.files import Fence
-from megasdc.common.durable import NO_ROOM, lacks_room
+from megasdc.common.durable import lacks_room
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
@@ -132,18 +131,10 @@ class RankProblem:
 
 def describe_error(error: BaseException, doing: str) -> RankProblem:
     """Problem to send to other ranks for an exception; ``doing``: failed action, such as ``write /data/x.pt``."""
-    # torch's file writer reports a failed write as a RuntimeError of inline_container.cc, without an errno; one that
-    # could not open its file says why.
-    failed_write = isinstance(error, RuntimeError) and "inline_container" in str(error)
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    unsaid = failed_write and "open file failed" not in text
-    no_room = lacks_room(error) or unsaid or (failed_write and any(os.strerror(one) in text for one in NO_ROOM))
-    full = " (no space left on the device?)" if no_room else ""
-    if lacks_room(error):
-        full = " (the disk is full)"
-    is_storage = isinstance(error, OSError) or failed_write
+    full = " (the disk is full)" if lacks_room(error) else ""
     said = f"cannot {doing}: {type(error).__name__}: {text}{full}"
-    return RankProblem(said, is_storage, no_room=no_room)
+    return RankProblem(said, isinstance(error, OSError), no_room=lacks_room(error))
 
 
 def raise_on_all_ranks(problem: RankProblem | None, place: FolderRanks, what: str) -> None:

@@ -1,14 +1,10 @@
-"""Saving a checkpoint so that it is either complete or absent.
+"""What every save of a checkpoint has, so that it is either complete or absent: its paths, files and report.
 
 All files go into a folder with a temporary name. When every rank has reported that its files are on the disk, the
 manifest is written and one rename gives the folder its final name; only then is ``latest`` updated and are old
 checkpoints deleted. With node-local storage each node renames its own folder, and after all have, each gets a marker: a
-checkpoint without it does not count. Any failure is reported to all ranks and removes the temporary folder.
-
-``RecordingWriter`` wraps DeepSpeed's file writer: ``engine.save_checkpoint`` (0.19.8) waits for all ranks at its end. A
-rank whose write fails must reach that barrier, or the others wait until their timeout; so the wrapper stores the first
-error instead of raising it, and writes nothing after it. It also records which files the rank has written, and waits
-until each is on the disk.
+checkpoint without it does not count. Any failure is reported to all ranks and removes the temporary folder. The stages
+are those of ``megasdc.checkpoint.async_save.DiskSaver``.
 
 ``Retention``: the newest few, every k-th step, and the newest that a run can go back to are kept. One that is being
 archived is deleted after a later save; see ``held_for_reading``.
@@ -21,7 +17,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -29,24 +25,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from megasdc.checkpoint.allowlist import check_pickle
 from megasdc.checkpoint.files import (
     LATEST_FILE,
     FencedError,
     delete_folder,
-    delete_unheld,
-    layer_of,
-    rank_state_file,
     step_folder,
 )
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
-    SHARED_STATE_FILE,
     FileRecord,
     KnownState,
     Layout,
     Manifest,
-    describe_file,
     find_wrong_place,
     has_marker,
     installed_versions,
@@ -55,22 +45,18 @@ from megasdc.checkpoint.manifest import (
     read_complete,
     read_manifest,
     sorted_records,
-    write_manifest,
-    write_marker,
 )
 from megasdc.checkpoint.ranks import (
-    CheckpointGroup,
     FolderRanks,
     RankProblem,
     describe_error,
-    find_place,
     raise_on_all_ranks,
 )
 from megasdc.checkpoint.verify import list_verified
-from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, sync_path, write_durably
-from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
+from megasdc.common.durable import TEMPORARY_PREFIX
+from megasdc.common.errors import CheckpointError, MegasdcError
 from megasdc.parallel.dims import ParallelDims
-from megasdc.tensors.bits import are_finite, dtype_name
+from megasdc.tensors.bits import dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -121,56 +107,6 @@ class SaveResult:
     stalled_s: float
     deleted: list[int]
     non_finite: str | None = None
-
-
-def save_checkpoint(
-    engine: Any,
-    folder: Path | str,
-    step: int,
-    state: SavedState,
-    dims: ParallelDims,
-    ranks: CheckpointGroup,
-    keep: Retention | None = None,
-) -> SaveResult:
-    """Save one checkpoint as ``folder/step_NNNNNNNN``, through DeepSpeed.
-
-    Args:
-        engine: the PipelineEngine.
-        folder: the checkpoint folder; created if absent.
-        step: optimizer step, first is 1. A checkpoint of the same step is replaced.
-        keep: rules by which older checkpoints are kept; None: all are kept.
-
-    Raises:
-        StorageError: a folder is not writable or a disk is full, on all ranks; earlier checkpoints are untouched.
-        CheckpointError: the states cannot be saved, or their pickles would be refused when loaded, on all ranks.
-
-    Collective: all ranks of the world.
-    Sync: waits for the device.
-    """
-    started = time.monotonic()
-    keep, place = keep or Retention(), find_place(ranks)
-    job = SaveJob(Path(folder), step, dims, place, describe_engine(engine), state.finite_step, state.wrong_place)
-    try:
-        written = _write(job, engine, state)
-        _commit(job, written)
-    except MegasdcError as error:  # raised by all ranks together
-        is_tried_again = isinstance(error, StorageError) and error.no_room
-        kind, name = ("warning", "checkpoint_not_saved") if is_tried_again else ("error", "checkpoint_save")
-        place.emit(kind, name, step=step, message=str(error))
-        raise
-    verified = job.verified()
-    deleted, failed = _delete_old(job, keep, verified) if place.leader else ([], [])
-    duration_s = time.monotonic() - started
-    return finish_save(job, keep, written, deleted, failed, duration_s, duration_s)
-
-
-def _delete_old(job: SaveJob, keep: Retention, verified: set[int]) -> tuple[list[int], list[str]]:
-    """Apply the retention, unless another launch has taken the folder since ``latest`` was written."""
-    try:
-        job.check_fence()
-    except FencedError as error:
-        return [], [str(error)]
-    return apply_retention(job.folder, job.step, keep, verified)
 
 
 @dataclass(frozen=True)
@@ -365,31 +301,6 @@ class SaveJob:
         return f"checkpoint of step {self.step} in {self.folder} was not saved, those before it are untouched"
 
 
-def _write(job: SaveJob, engine: Any, state: SavedState) -> WrittenFiles:
-    """Write this rank's files under the temporary name; return those of all ranks."""
-    refuse_decoupled(engine)
-    place = job.place
-    job.agree(job.prepare() if place.leader else None)
-    with wrapped_writer(
-        engine, RecordingWriter(engine.checkpoint_engine), place.writes_model(job.dims), every_node=job.node_local
-    ) as writer:
-        engine.save_checkpoint(str(job.temporary), tag=".", client_state=state.client_state, save_latest=False)
-        writer.save(state.rank_state, str(job.temporary / rank_state_file(place.rank)))
-    problem, records = writer.problem, []
-    try:
-        if problem is None and place.leader:
-            write_durably(job.temporary / SHARED_STATE_FILE, shared_state_text(state))
-            writer.written[job.temporary / SHARED_STATE_FILE] = None
-        if problem is None:
-            records = [_describe(path, place, tensors) for path, tensors in writer.written.items()]
-    except CheckpointError as error:
-        problem = RankProblem(str(error), storage=False)
-    except (OSError, TypeError, ValueError) as error:
-        problem = describe_error(error, f"finish {job.temporary}")
-    job.agree(problem)
-    return WrittenFiles(records, writer.not_finite).gather(place)
-
-
 def refuse_decoupled(engine: Any) -> None:
     """Raise a CheckpointError if DeepSpeed is configured to write checkpoints in the background itself."""
     if engine.checkpoint_engine.is_decoupled():
@@ -404,42 +315,6 @@ def shared_state_text(state: SavedState) -> str:
     return json.dumps(state.shared_state, indent=1) + "\n"
 
 
-def _describe(path: Path, place: FolderRanks, tensors: dict[str, str] | None) -> FileRecord:
-    if path.suffix == ".pt":
-        check_pickle(path)
-    return describe_file(path.parent, path.name, rank=place.rank, node=place.node, tensors=tensors)
-
-
-def _commit(job: SaveJob, written: WrittenFiles) -> None:
-    """Rename the written folder to the checkpoint of its step, on all nodes."""
-    leader = job.place.leader
-    manifest = job.manifest(written)
-
-    def rename() -> None:
-        write_manifest(job.temporary, manifest)
-        commit_folder(job.temporary, job.final)
-
-    # Order: renames on all nodes, then markers, then `latest`; all ranks agree after each step.
-    job.agree(_attempt(job, rename) if leader else None)
-    if job.node_local:
-        job.agree(_attempt(job, lambda: write_marker(job.final, manifest)) if leader else None)
-    job.agree(_attempt(job, lambda: _point(job)) if leader else None, saved=True)
-
-
-def _point(job: SaveJob) -> None:
-    write_durably(job.folder / LATEST_FILE, job.final.name + "\n")
-
-
-def _attempt(job: SaveJob, action: Callable[[], None]) -> RankProblem | None:
-    """Run an action on the disk and return its problem, if any."""
-    try:
-        job.check_fence()
-        action()
-    except OSError as error:
-        return describe_error(error, "commit the checkpoint")
-    return None
-
-
 def describe_engine(engine: Any) -> dict[str, Any]:
     """Properties that the saving and the loading engine must share, and the number of steps taken."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -450,49 +325,6 @@ def describe_engine(engine: Any) -> dict[str, Any]:
         "num_layers": len(engine.module._layer_specs),
         "global_steps": int(engine.global_steps),
     }
-
-
-Writer = TypeVar("Writer")
-
-
-class RecordingWriter:
-    """Replaces DeepSpeed's checkpoint engine during one save; ``problem`` is its first error.
-
-    ``written``: for each path written, data type and shape of each tensor of a layer's file, None for other files;
-    ``not_finite``: names of the files with NaN or Inf in a tensor.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.problem: RankProblem | None = None
-        self.written: dict[Path, dict[str, str] | None] = {}
-        self.not_finite: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Create a folder, or store the error."""
-        if self.problem is None:
-            try:
-                self._inner.makedirs(path, exist_ok=exist_ok)
-            except OSError as error:
-                self.problem = describe_error(error, f"create {path}")
-
-    def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Write one file and wait for the disk, or store the error; after an error nothing is written."""
-        if self.problem is not None:
-            return
-        target = Path(path)
-        try:
-            self._inner.save(with_plain_stage(state_dict), path)
-            sync_path(target)
-            if not are_finite(state_tensors(state_dict)):
-                self.not_finite.append(target.name)
-        except Exception as error:  # whatever it is, this rank must reach the barrier and report it
-            self.problem = describe_error(error, f"write {target}")
-            return
-        self.written[target] = describe_tensors(state_dict) if layer_of(target.name) is not None else None
 
 
 def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -507,15 +339,6 @@ def with_plain_stage(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "optimizer_state_dict": {**optimizer, "zero_stage": stage.value}}
 
 
-def state_tensors(state: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a state, in dicts, lists and tuples of any depth."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, dict | list | tuple):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from state_tensors(value)
-
-
 def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
     """Data type and shape of each tensor of a state dict, such as ``float32[64, 64]``."""
     return {
@@ -523,6 +346,9 @@ def describe_tensors(state: dict[str, Any]) -> dict[str, str]:
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }
+
+
+Writer = TypeVar("Writer")
 
 
 @contextlib.contextmanager
@@ -598,19 +424,3 @@ def worth_keeping(known: Mapping[int, KnownState], verified: Collection[int] = (
     """Steps in three lists, of each of which the newest is kept: sound and verified; sound; sound and continued."""
     sound = list_sound(known)
     return [step for step in sound if step in verified], sound, list_continued(known)
-
-
-def apply_retention(
-    folder: Path, newest: int, keep: Retention, verified: Collection[int] = ()
-) -> tuple[list[int], list[str]]:
-    """Delete the checkpoints of ``list_due``.
-
-    Returns the steps deleted, and one line for each that could not be deleted.
-    """
-    deleted, failed = [], []
-    for step in list_due(folder, newest, keep, verified):
-        if problem := delete_unheld(folder / step_folder(step)):
-            failed.append(problem)
-        else:
-            deleted.append(step)
-    return deleted, failed

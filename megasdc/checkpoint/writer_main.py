@@ -67,7 +67,7 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
         except TornError as error:
             answer = TaskResult(str(error))
         except Exception as error:  # whatever it is, the rank must be told
-            answer = _explain(error)
+            answer = explain(error)
         try:
             connection.send(replace(answer, took_s=time.monotonic() - began))
         except OSError:
@@ -83,7 +83,8 @@ def _follow(parent: int) -> None:
         os._exit(0)
 
 
-def _explain(error: Exception) -> TaskResult:
+def explain(error: Exception) -> TaskResult:
+    """Result of a task that an exception has ended."""
     from megasdc.checkpoint.ranks import describe_error
 
     doing = f"write {error.filename}" if isinstance(error, OSError) and error.filename else "write the checkpoint"
@@ -141,7 +142,7 @@ def store(task: StoreTask) -> TaskResult:
     for name, text in task.texts.items():
         write_durably(task.target / name, text)
     described = {file.name: file.described for file in task.files} | dict.fromkeys(task.texts)
-    tell = _digested if task.in_place else _described
+    tell = _digested if task.in_place else describe_stored
     stored = [tell(task.target / name, one) for name, one in described.items()]
     for file in task.files:
         with _mapped(task.target / file.name, file) as view:
@@ -210,7 +211,7 @@ def _copy(source: Path, target: Path) -> None:
     sync_path(target)
 
 
-def _described(path: Path, described: dict[str, str] | None) -> StoredFile:
+def describe_stored(path: Path, described: dict[str, str] | None) -> StoredFile:
     """Entry of a written file for the manifest; the file is read again for its digests."""
     from megasdc.checkpoint.allowlist import check_pickle
     from megasdc.checkpoint.manifest import digest_file

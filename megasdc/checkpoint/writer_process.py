@@ -134,14 +134,16 @@ def seal(file: memoryview, layout: FileLayout) -> None:
     Args:
         file: memory of the file, [layout.size_bytes], writable.
     """
-    place = layout.directory_at
-    for member in layout.members:
-        checksum = zlib.crc32(file[member.offset : member.offset + member.size_bytes])
-        file[member.header_at : member.offset] = _local_header(member, checksum)
-        header = _central_header(member, checksum)
-        file[place : place + len(header)] = header
-        place += len(header)
-    file[place:] = _end(len(layout.members), layout.directory_at, place - layout.directory_at)
+    checksums = [zlib.crc32(file[one.offset : one.offset + one.size_bytes]) for one in layout.members]
+    for member, checksum in zip(layout.members, checksums, strict=True):
+        file[member.header_at : member.offset] = local_header(member, checksum)
+    file[layout.directory_at :] = directory(layout, checksums)
+
+
+def directory(layout: FileLayout, checksums: Sequence[int]) -> bytes:
+    """The archive's directory; ``checksums``: CRC-32 of the content of each member, in the order of the layout."""
+    headers = b"".join(map(_central_header, layout.members, checksums))
+    return headers + _end(len(layout.members), layout.directory_at, len(headers))
 
 
 def _is_wide(number: int) -> bool:
@@ -152,7 +154,8 @@ def _wide_bytes(size: int) -> int:
     return _WIDE.size if _is_wide(size) else 0
 
 
-def _local_header(member: Member, checksum: int) -> bytes:
+def local_header(member: Member, checksum: int) -> bytes:
+    """What stands in the file before the content of a member; ``checksum``: CRC-32 of the content."""
     name, wide = member.name.encode(), _is_wide(member.size_bytes)
     extra = _WIDE.pack(1, 16, member.size_bytes, member.size_bytes) if wide else b""
     filling = member.offset - member.header_at - _LOCAL.size - len(name) - len(extra) - _PADDING.size

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.async_save import GIB, DiskSaver, why_not
+from megasdc.checkpoint.async_save import GIB, DiskSaver, save_checkpoint, why_not
 from megasdc.checkpoint.files import Fence
 from megasdc.checkpoint.host_memory import (
     RESTORE,
@@ -27,7 +27,7 @@ from megasdc.checkpoint.host_memory import (
 )
 from megasdc.checkpoint.in_memory import InMemoryCheckpoint, MemorySaver, find_in_memory
 from megasdc.checkpoint.ranks import CheckpointGroup, RankProblem, describe_error, find_place, raise_on_all_ranks
-from megasdc.checkpoint.save import Retention, SavedState, SaveResult, save_checkpoint
+from megasdc.checkpoint.save import Retention, SavedState, SaveResult
 from megasdc.checkpoint.verify import find_corruption
 from megasdc.common import durable as room
 from megasdc.common.errors import ConfigError, CorruptionError, NonFiniteError, StorageError

@@ -16,11 +16,11 @@ from checkpoint_model import Run
 from harness import run_distributed
 from small_disk import small_disk
 
-import megasdc.checkpoint.save as save_module
-from megasdc.checkpoint import files
+from megasdc.checkpoint import async_save, files, writer_main
 from megasdc.checkpoint.manifest import Manifest, describe_file, read_manifest, write_manifest
 from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
+from megasdc.checkpoint.save import SavedState
 from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.events import EventLog, read_events
 
@@ -161,13 +161,13 @@ def test_damage_of_any_kind_is_refused_by_all_ranks(tmp_path: Path) -> None:
 
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {
-    "prepared": (save_module, "wrapped_writer", 1),
-    "one file written": (save_module, "describe_tensors", 0),
-    "files written": (save_module, "describe_file", 1),
-    "manifest written": (save_module, "commit_folder", 0),
+    "prepared": (async_save, "wrapped_writer", 1),
+    "one file written": (async_save, "sync_path", 0),
+    "files written": (async_save, "describe_stored", 1),
+    "manifest written": (writer_main, "commit_folder", 0),
     "old one moved aside": (files.os, "rename", 0),
-    "renamed": (save_module, "_point", 0),
-    "deleting": (save_module, "delete_unheld", 0),
+    "renamed": (async_save.DiskSaver, "_move_latest", 0),
+    "deleting": (writer_main, "delete_unheld", 0),
 }
 """Which call of the second save a rank is killed before (``os.rename``: after), and which rank."""
 
@@ -327,8 +327,8 @@ def _save_what_cannot_be_loaded(folder: str) -> str:
     run = Run()
     run.train(1)
     try:
-        save_module.save_checkpoint(
-            run.engine, folder, 1, save_module.SavedState({}, {"hook": Payload("x")}), run.dims, CheckpointGroup()
+        async_save.save_checkpoint(
+            run.engine, folder, 1, SavedState({}, {"hook": Payload("x")}), run.dims, CheckpointGroup()
         )
     except CheckpointError as error:
         return str(error)

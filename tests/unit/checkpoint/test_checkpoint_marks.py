@@ -18,7 +18,7 @@ from megasdc.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from megasdc.checkpoint.ranks import FolderRanks
 from megasdc.checkpoint.records import write_record
 from megasdc.checkpoint.resume import move_aside
-from megasdc.checkpoint.save import Retention, apply_retention, plan_retention
+from megasdc.checkpoint.save import Retention, list_due, plan_retention
 from megasdc.checkpoint.verify import (
     Standing,
     clear_corruption,
@@ -31,6 +31,8 @@ from megasdc.checkpoint.verify import (
     read_mark,
     verify_checkpoint,
 )
+from megasdc.checkpoint.writer_main import act
+from megasdc.checkpoint.writer_process import Act
 from megasdc.cli import app
 from megasdc.common import durable
 from megasdc.common.errors import CheckpointError, CorruptionError, StorageError
@@ -143,7 +145,9 @@ def test_retention_keeps_what_a_run_can_go_back_to(tmp_path: Path) -> None:
     for step, (finite_step, not_finite) in states.items():
         write_checkpoint(tmp_path, step, finite_step=finite_step, not_finite=not_finite)
     write_checkpoint(tmp_path, 2)
-    assert apply_retention(tmp_path, 24, Retention(1)) == ([2, 4, 12, 20], [])
+    due = list_due(tmp_path, 24, Retention(1))
+    assert due == [2, 4, 12, 20]
+    assert act(Act(delete=tuple(tmp_path / step_folder(step) for step in due))).failed == []
     assert list_steps(tmp_path) == [8, 16, 24], "16 is as finite as 12, and both lead nowhere; 8 led to step 9"
     way = find_way_back(tmp_path)
     assert way is not None and (way.step, way.verified) == (8, False) and "finite step followed" in str(way)
@@ -177,8 +181,7 @@ def test_retention_keeps_the_newest_verified(tmp_path: Path) -> None:
     assert plan_retention([1, 2, 3, 4, 5], 4, 1, 0, {2, 5}) == [1, 3], "the mark of a later step does not count"
     assert plan_retention([1, 2, 3, 4, 5], 5, 1, 0, {2}, {1, 3}) == [1, 4], "the newest of each"
     mark_verified(tmp_path, 2, 3, LEADER)
-    assert apply_retention(tmp_path, 5, Retention(1), list_verified(tmp_path)) == ([1, 3, 4], [])
-    assert list_steps(tmp_path) == [2, 5]
+    assert list_due(tmp_path, 5, Retention(1), list_verified(tmp_path)) == [1, 3, 4]
 
 
 def test_candidates_moved_aside_stay_readable_and_never_collide(tmp_path: Path) -> None:

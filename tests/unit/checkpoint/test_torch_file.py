@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasdc.checkpoint import allowlist, writer_main, writer_process
-from megasdc.checkpoint.async_save import Snapshot, capture
+from megasdc.checkpoint.async_save import Snapshot, capture, write_file
 from megasdc.checkpoint.manifest import digest_file
 from megasdc.checkpoint.tensor_files import Extent, StateFiles, read_whole
 from megasdc.checkpoint.writer_main import TornError, act, store
@@ -64,6 +64,14 @@ def test_torch_loads_what_was_captured(tmp_path: Path, mapped: bool) -> None:
     found = torch.load(tmp_path / "state.pt", mmap=mapped, weights_only=True)
     assert same(found, STATE)
     assert found["view"].untyped_storage().nbytes() == 37 * 4
+
+
+def test_a_rank_writes_the_same_bytes_itself(tmp_path: Path) -> None:
+    """As its writer process does from a snapshot."""
+    write(STATE, tmp_path / "state.pt")
+    (tmp_path / "own").mkdir()
+    write_file(tmp_path / "own" / "state.pt", capture(STATE, "state.pt"))
+    assert (tmp_path / "own" / "state.pt").read_bytes() == (tmp_path / "state.pt").read_bytes()
 
 
 def test_the_archive_is_whole(tmp_path: Path) -> None:

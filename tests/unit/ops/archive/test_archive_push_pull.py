@@ -23,8 +23,10 @@ from fsspec.registry import _registry
 from run_to_archive import RUN, contents, invoke, killed_command
 
 from megasdc.checkpoint.manifest import has_marker, read_manifest
-from megasdc.checkpoint.save import Retention, apply_retention
+from megasdc.checkpoint.save import Retention, list_due
 from megasdc.checkpoint.verify import verify_checkpoint
+from megasdc.checkpoint.writer_main import act
+from megasdc.checkpoint.writer_process import Act
 from megasdc.common.errors import CheckpointError, ConfigError, StorageError
 from megasdc.ops.archive import cut, lease, store
 from megasdc.ops.archive.entries import read_entries
@@ -276,11 +278,12 @@ def test_a_checkpoint_that_is_pushed_is_not_deleted(checkpoints: Path, tmp_path:
         stdout=subprocess.PIPE,
     )
     assert killed.stdout is not None and killed.stdout.readline() == b"held\n"
-    deleted, failed = apply_retention(checkpoints, 4, Retention(last=1))
-    assert deleted == [] and "is being archived" in failed[0]
+    assert list_due(checkpoints, 4, Retention(last=1)) == [2]
+    delete = Act(delete=(checkpoints / "step_00000002",))
+    assert "is being archived" in act(delete).failed[0] and list_due(checkpoints, 4, Retention(last=1)) == [2]
     killed.kill()
     killed.wait()
-    assert apply_retention(checkpoints, 4, Retention(last=1)) == ([2], [])
+    assert act(delete).failed == [] and list_due(checkpoints, 4, Retention(last=1)) == []
 
 
 @pytest.mark.slow
