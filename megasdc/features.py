@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from megasdc.ops.health.hooks.links import LinkPings
     from megasdc.ops.health.hooks.progress import Health
     from megasdc.ops.health.hooks.stragglers import StragglerWatch
+    from megasdc.sdc.slice_checks import SliceChecks
     from megasdc.train.detection.chain import Chain
     from megasdc.train.detection.observe import ObserverSwitch
-    from megasdc.train.detection.slices import SliceChecks
     from megasdc.train.detection.step_checker import StepChecker
     from megasdc.train.drop_compute import DropCompute
     from megasdc.train.gradient_bounds import GradientBounds

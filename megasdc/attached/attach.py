@@ -23,12 +23,14 @@ import torch.distributed as dist
 from megasdc.attached.audit import GuardAudit
 from megasdc.attached.bounds import GuardBounds, check_bounds
 from megasdc.attached.copies import GuardCopies
+from megasdc.attached.coverage import guard_coverage
 from megasdc.attached.engine import check_engine, check_environment, dims_of, engine_precision
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.nonfinite import GuardNonFinite
 from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.saves import SaveMarks
 from megasdc.attached.settings import ReproRun, golden_problems, load_settings
+from megasdc.attached.slices import GuardSlices, check_slices
 from megasdc.attached.trace import GuardTrace
 from megasdc.attached.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.attached.training import Protection, Training
@@ -38,7 +40,7 @@ from megasdc.common.errors import ConfigError, CorruptionError, StorageError
 from megasdc.common.host import deepspeed_buffer, remove_buffers
 from megasdc.common.origin import Origin, count_start
 from megasdc.common.versions import GUARD, check_private_names
-from megasdc.config.guard import GuardSettings
+from megasdc.config.guard import GuardPolicySection, GuardSettings
 from megasdc.config.schema import idle_warnings
 from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
@@ -146,6 +148,7 @@ def _guard(
 ) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
+    check_slices(settings.sdc.always_on, engine)
     _check_environment(engine.device.type, settings)
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
@@ -178,6 +181,7 @@ class Guard:
         self.dims = dims_of(engine)
         self._undo = ExitStack()
         self._audit: GuardAudit | None = None
+        self._slices: GuardSlices | None = None
         try:
             self._training = training = replace(self._begin(engine, settings), hides_losses=hides_losses)
             self._saves = self._keep(SaveMarks(training, saves=trial is None))
@@ -196,6 +200,11 @@ class Guard:
         if self.dims.rank == 0 and trial is None:  # a trial turns audits off itself
             for warning in idle_warnings(settings, ""):
                 logger.warning("guard: %s", warning)
+        if trial is None:
+            table = guard_coverage(training, self._slices and self._slices.period)
+            training.events.emit_on_rank_0("start", "coverage", step=training.step - 1, table=table)
+            if self.dims.rank == 0:
+                logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
         names = [one.fqn for one in training.watched]
         training.events.emit_on_rank_0(
             "guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names
@@ -252,8 +261,14 @@ class Guard:
             )
         elif always_on.enabled and always_on.parameters:
             parts.append(self._keep(GuardCopies(training, self._is_audited)))
+        if always_on.enabled and always_on.slice_elements is not None:
+            self._slices = self._keep(GuardSlices(training, self._settle_taken))
+            self._saves.after_load = self._slices.forget
+            parts.append(self._slices)
         if settings.optimizer_hooks:
             parts.append(self._keep(GuardBounds(training)))
+        if self._slices is not None:
+            parts.append(self._slices.unclipped)
         return parts
 
     def _warn_not_audited(self, what: str, reason: str) -> None:
@@ -315,7 +330,7 @@ class Guard:
         try:
             for part in self._parts:
                 for found in part.before_step(step):
-                    self._act(step, found, part.what)
+                    self._act(step, found, part.what, self._training.settings.sdc.policy)
             result = take_step(*args, **options)
             for part in (*self._parts, self._saves):
                 part.after_step(step)
@@ -330,11 +345,27 @@ class Guard:
             raise
         return result
 
-    def _act(self, step: int, found: Finding, what: str) -> None:
-        """Report a finding, and end the training if its policy is to halt.
+    def _settle_taken(self, step: int, found: Finding) -> bool:
+        """Settle a finding in a step that the optimizer has taken; returns whether its part puts right what is wrong.
+
+        What was wrong once is in the weights: it is put right or ends the training, unless ``not_reproduced`` is set.
+
+        Raises:
+            CorruptionExit: the policy is to halt; on all ranks.
+
+        Collective: all ranks of the world.
+        """
+        policy = self._training.settings.sdc.policy
+        if "not_reproduced" not in policy.model_fields_set:
+            policy = policy.model_copy(update={"not_reproduced": "halt" if found.unrepaired else "repair"})
+        return self._act(step, found, "check", policy, taken=True) == "repair"
+
+    def _act(self, step: int, found: Finding, what: str, policy: GuardPolicySection, *, taken: bool = False) -> str:
+        """Report a finding, and end the training if the policy is to halt; returns the action.
 
         Args:
             what: what has found it, as messages call it.
+            taken: whether the optimizer has taken the step.
 
         Raises:
             CorruptionExit: the policy is to halt; on all ranks.
@@ -342,16 +373,18 @@ class Guard:
         Collective: all ranks of the world.
         """
         training, settings = self._training, self._training.settings
-        action = choose_action(settings.sdc.policy, found)
+        action = choose_action(policy, found)
         page = report_finding(
             *(training, training.suspects, step, found, action), self._describe, settings.health.alert_command
         )
         text = f"the {what} of step {step} found silent data corruption: {found.text}. {what_to_do(page)}"
         if self.dims.rank == 0:
-            logger.error("%s; %s", text, "the step is not taken" if action == "halt" else "training goes on")
+            ends = "the step was taken: go on from a checkpoint before it" if taken else "the step is not taken"
+            logger.error("%s; %s", text, ends if action == "halt" else "training goes on")
         if action == "halt":
             training.events.emit_on_rank_0("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
             raise CorruptionExit(text)
+        return action
 
     def _describe(self, _: list[str]) -> dict[str, Any]:
         """Fields of an incident; see ``policy.Describe``."""

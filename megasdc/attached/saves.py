@@ -12,6 +12,7 @@ import datetime
 import inspect
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,7 @@ class SaveMarks(Protection):
             self._loaded = _Loaded(int(self._engine.global_steps), None, _ATTACHED_LATER)
         self.verified: Path | None = None
         self.agreed_step: int | None = None
+        self.after_load: Callable[[], None] = lambda: None
         self._engine.save_checkpoint, self._engine.load_checkpoint = self._noting, self._loading
 
     def close(self) -> None:
@@ -268,6 +270,7 @@ class SaveMarks(Protection):
             self._waiting, self._loaded = before
             return path, state
         self._agreed = None
+        self.after_load()
         given = inspect.signature(self._load).bind(load_dir, tag, *args, **options).arguments
         whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
         if whole and given.get("load_module_strict", True) and given.get("custom_load_fn") is None:

@@ -355,6 +355,22 @@ OWNERS = (
         mentioned=("fp32_groups_gradient_flat_partition", "fp32_groups_gradients_flat"),
         used_by=GUARD,
     ),
+    NameOwner(
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "a guard's look at gradients before they are summed",
+        names=(
+            *("reduce_independent_p_g_buckets_and_remove_grads", "get_gradient_for_reduction"),
+            "_gradient_reduction_buffer_dtype",
+        ),
+        mentioned=("reduce_independent_p_g_buckets_and_remove_grads",),
+        used_by=GUARD,
+    ),
+    NameOwner(
+        "deepspeed.runtime.engine:DeepSpeedEngine",
+        "a guard's look at gradients before they are summed",
+        names=("buffered_allreduce_fallback",),
+        used_by=GUARD,
+    ),
     NameOwner("torch.nn:Parameter", "telling tensors that were changed in place", names=("_version",), used_by=GUARD),
     NameOwner("torch.nn:Module", "telling compiled modules", names=("_compiled_call_impl",), used_by=GUARD),
     NameOwner(

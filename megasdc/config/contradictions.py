@@ -33,7 +33,7 @@ from megasdc.common.user_code import file_of, is_found
 from megasdc.common.wire import split_address
 from megasdc.config.data import data_problems
 from megasdc.config.deepspeed import deepspeed_problems, recompute_interval_of
-from megasdc.config.detection import TRAINING
+from megasdc.config.detection import TRAINING, SdcSection
 from megasdc.config.drop_compute import drop_problems
 from megasdc.config.faults import (
     CLIPPED_GRAD,
@@ -61,7 +61,14 @@ from megasdc.config.hooks import (
 )
 from megasdc.config.model import ModelSection, ffn_width, head_width, megatron_problems, query_groups
 from megasdc.config.read import shown
-from megasdc.config.sections import COMPUTATION_SYNC, FREE_RUN, MegasdcSection, ParallelSection, StudySection
+from megasdc.config.sections import (
+    COMPUTATION_SYNC,
+    FREE_RUN,
+    DeterminismSection,
+    MegasdcSection,
+    ParallelSection,
+    StudySection,
+)
 
 
 def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: MegasdcSection) -> Iterator[Problem]:
@@ -401,15 +408,15 @@ def isolation_layout_problems(file: MegasdcSection, replicas: int) -> Iterator[s
             )
 
 
-def asks_golden(file: MegasdcSection) -> bool:
+def asks_golden(sdc: SdcSection, determinism: DeterminismSection) -> bool:
     """Whether a run computes the golden workload without a dispute: at the start or every ``golden_interval``."""
-    asked = file.sdc.golden_at_start or file.sdc.golden_interval is not None
-    return file.sdc.golden is not None and file.determinism.enabled and asked
+    asked = sdc.golden_at_start or sdc.golden_interval is not None
+    return sdc.golden is not None and determinism.enabled and asked
 
 
 def detects(file: MegasdcSection) -> bool:
     """Whether a run has any check while it trains."""
-    return file.audit.enabled or file.sdc.always_on.enabled or asks_golden(file)
+    return file.audit.enabled or file.sdc.always_on.enabled or asks_golden(file.sdc, file.determinism)
 
 
 def samples_lost(file: MegasdcSection, micro_batches: int) -> float:

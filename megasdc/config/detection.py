@@ -52,20 +52,36 @@ class IsolationSection(Section):
     )
 
 
-class AlwaysOnSection(Section):
+def default_budget(replicas: int) -> float:
+    """Largest share of a step's time that checks may take, unless another one is set."""
+    return 0.02 if replicas == 1 else 0.01
+
+
+class StepChecksSection(Section):
+    """Checks of every step that a guard can make, too."""
+
+    enabled: bool = setting(False, "Check every step; off: no hook is attached anywhere.")
+    parameters: bool = setting(
+        True, "Compare the parameters of all replicas after each step, before the next step is committed."
+    )
+    slice_elements: PositiveInt | None = setting(
+        None,
+        "Elements of each shard of the optimizer of which the gradient's sum over replicas, the state since the last "
+        "step and the update are checked in each look, others each time until all have been; as many as the shard has, "
+        "or more: what was wrong once can be repaired; null: none.",
+    )
+
+
+class AlwaysOnSection(StepChecksSection):
     """Checks of every step."""
 
     at_resume = "applied"
     needs = asks(ALWAYS_ON)
 
-    enabled: bool = setting(False, "Check every step; off: no hook is attached anywhere.")
     recompute: bool | None = setting(
         None,
         "Compare forward results with those of the activation recompute on the same rank; null: where "
         "`pipeline.activation_checkpoint_interval` is set.",
-    )
-    parameters: bool = setting(
-        True, "Compare the parameters of all replicas after each step, before the next step is committed."
     )
     chain: bool = setting(
         True,
@@ -75,12 +91,6 @@ class AlwaysOnSection(Section):
     )
     finite: bool = setting(
         True, "Look for NaN and Inf in results, and name the submodule, rank and micro-batch where they appeared first."
-    )
-    slice_elements: PositiveInt | None = setting(
-        None,
-        "Elements of each shard of the optimizer of which the gradient's sum over replicas, the state since the last "
-        "step and the update are checked in each look, others each time until all have been; as many as the shard has, "
-        "or more: what was wrong once can be repaired; null: none.",
     )
     rows: bool = setting(
         False,
@@ -145,7 +155,7 @@ class SdcSection(Section):
 
     def budget_of(self, replicas: int) -> float:
         """``budget``, or its default for a number of replicas."""
-        return self.budget or (0.02 if replicas == 1 else 0.01)
+        return self.budget or default_budget(replicas)
 
 
 class AuditSection(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megasdc.config.detection import PolicySection
+from megasdc.config.detection import PolicySection, StepChecksSection, default_budget
 from megasdc.config.fields import (
     NO_MATTER,
     NonNegativeFloat,
@@ -64,12 +64,11 @@ class GuardPolicySection(PolicySection):
     inconclusive: Policy = setting("halt", "Ranks differ, but none can be named.")
 
 
-class GuardAlwaysOnSection(Section):
+class GuardAlwaysOnSection(StepChecksSection):
     """Checks of every step."""
 
     needs = tunes("sdc.always_on.enabled")
 
-    enabled: bool = setting(False, "Check every step.")
     parameters: bool = setting(
         True,
         "Compare the parameters of all replicas, without ZeRO the optimizer's states too, before each optimizer step.",
@@ -82,12 +81,24 @@ class GuardSdcSection(Section):
     needs = tunes(_CHECKS)
 
     always_on: GuardAlwaysOnSection = section(GuardAlwaysOnSection)
+    budget: float | None = setting(
+        None,
+        "Largest share of the time of training that checks of slices may take, which how often they look follows while "
+        "the training goes on; null: 0.01, with one replica 0.02.",
+        needs=tunes("sdc.always_on.enabled"),
+        gt=0,
+        le=1,
+    )
     repeats: PositiveInt = setting(5, "How often a disputed batch is computed again.")
     referee: bool = setting(
         True,
         "Compute results that ranks disagree on in fp64, which names one of two that differ.",
     )
     policy: GuardPolicySection = section(GuardPolicySection)
+
+    def budget_of(self, replicas: int) -> float:
+        """``budget``, or its default for a number of replicas."""
+        return self.budget or default_budget(replicas)
 
 
 class GuardGoldenSection(Section):

@@ -146,6 +146,11 @@ class TrainingEngine(PipelineEngine):
         return self.global_steps + 1 if self._running_step is None else self._running_step
 
     @property
+    def used_norm(self) -> Any:
+        """Norm by which this rank clips in the running step, or the last one, loss scale included; None: by none."""
+        return self.step_control.used_norm
+
+    @property
     def is_skipped(self) -> bool:
         """Whether the optimizer skipped the running step; valid in ``after_optimizer_step``."""
         return bool(self.skipped_steps > self._skipped_before)

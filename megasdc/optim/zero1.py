@@ -491,25 +491,6 @@ class StepControl:
         self.used_norm = self._heard("total", norm)
         return self.used_norm  # type: ignore[no-any-return]
 
-    def clip_again(self, gradient: Tensor, norm: Any) -> Tensor:
-        """Unscale and clip some elements of a reduced gradient as the last step did.
-
-        Args:
-            gradient: [n], as it is stored after the reduction; is not changed.
-            norm: norm of the step, 0-d: ``used_norm`` of this rank or another.
-
-        Returns:
-            [n], fp32.
-
-        Sync: none.
-        """
-        clipped = gradient.to(torch.float32, copy=True)
-        if not is_bf16_optimizer(self._optimizer):
-            type(self._optimizer).unscale_and_clip_grads(self._optimizer, [clipped], norm)
-        elif self._optimizer.clip_grad > 0 and (factor := self._factor(norm)) != 1:
-            clipped.mul_(factor)
-        return clipped
-
     def _has_overflow(self, partition_gradients: bool = True) -> bool:
         return self._skip or bool(self._find_overflow(partition_gradients))
 
@@ -591,7 +572,7 @@ class StepControl:
             zip(optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition, strict=True)
         )
         if optimizer.clip_grad > 0:
-            factor = self._heard("factor", self._factor(norm))
+            factor = self._heard("factor", _bf16_factor(optimizer, norm))
             for _, gradient in shards if factor != 1 else ():
                 gradient.mul_(factor)
         for flat, gradient in shards:
@@ -600,10 +581,6 @@ class StepControl:
         optimizer._lazy_init_hp_params_optimizer_state()
         optimizer.update_lp_params()
         optimizer.clear_hp_grads()
-
-    def _factor(self, norm: Tensor) -> Tensor:
-        """Factor by which ``BF16_Optimizer`` multiplies gradients, where it clips."""
-        return torch.clamp(self._optimizer.clip_grad / (norm + 1e-6), max=1.0)
 
     def _agreed_norm(self) -> Tensor:
         """DeepSpeed's norm of the whole copies, maximum over replicas; infinite if any is not finite."""
@@ -627,6 +604,32 @@ class StepControl:
         norm = torch.where(norm < 0, math.inf, norm)  # DeepSpeed returns -1 for a norm that is not finite
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self._group)
         return norm
+
+
+def clip_again(optimizer: Any, gradient: Tensor, norm: Any) -> Tensor:
+    """Unscale and clip some elements of a reduced gradient as the last step did.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        gradient: [n], as it is stored after the reduction; is not changed.
+        norm: norm of the step, loss scale included, 0-d: that of this rank or another.
+
+    Returns:
+        [n], fp32.
+
+    Sync: none.
+    """
+    clipped = gradient.to(torch.float32, copy=True)
+    if not is_bf16_optimizer(optimizer):
+        type(optimizer).unscale_and_clip_grads(optimizer, [clipped], norm)
+    elif optimizer.clip_grad > 0 and (factor := _bf16_factor(optimizer, norm)) != 1:
+        clipped.mul_(factor)
+    return clipped
+
+
+def _bf16_factor(optimizer: Any, norm: Tensor) -> Tensor:
+    """Factor by which ``BF16_Optimizer`` multiplies gradients, where it clips."""
+    return torch.clamp(optimizer.clip_grad / (norm + 1e-6), max=1.0)
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:

@@ -14,14 +14,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.config.contradictions import asks_golden
-from megasdc.config.detection import EXTRA, AuditSection
-from megasdc.config.hooks import AFTER_NORM, LOCAL
-from megasdc.config.sections import MegasdcSection
+from megasdc.config.detection import EXTRA, AuditSection, SdcSection
+from megasdc.config.hooks import AFTER_NORM, LOCAL, HookSpec
+from megasdc.config.sections import CheckpointSection, DeterminismSection
 from megasdc.sdc.cost import MOST_EVERY, Cadence
+
+
+class CheckSections(Protocol):
+    """The sections that decide what is checked: of a run, or of a guard in the words of a run."""
+
+    @property
+    def audit(self) -> AuditSection: ...  # noqa: D102
+
+    @property
+    def sdc(self) -> SdcSection: ...  # noqa: D102
+
+    @property
+    def determinism(self) -> DeterminismSection: ...  # noqa: D102
+
+    @property
+    def checkpoint(self) -> CheckpointSection: ...  # noqa: D102
+
+    @property
+    def optimizer_hooks(self) -> list[HookSpec]: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -162,6 +181,8 @@ class Shape:
         sets: number of sets of blocks of the gradient, of which another rank adds one again in turn, on the rank that
             has most; None: not known before a start.
         equal_norms: whether norms of all ranks have equal bits, so that they and the factors are compared.
+        attached: whether the training is not our own: its data are not known, and its settings are compared only in
+            steps that look at a slice.
         offloads: whether the optimizer's state lies in the host's memory, so that gradients are not added again.
     """
 
@@ -178,6 +199,7 @@ class Shape:
     sets: int | None = None
     offloads: bool = False
     equal_norms: bool = True
+    attached: bool = False
 
     @property
     def cadence(self) -> Cadence:
@@ -236,7 +258,7 @@ class Covered:
         return self.phase, self.every_step, self.audit, self.golden, steps, saves
 
 
-def coverage_rows(sections: MegasdcSection, shape: Shape) -> list[Covered]:
+def coverage_rows(sections: CheckSections, shape: Shape) -> list[Covered]:
     """Checks of each phase of a step."""
     computed = (FORWARD, *([RECOMPUTE] if shape.recomputes else []), BACKWARD, WEIGHT_GRAD, REDUCED_GRAD)
     return [_row(phase, sections, shape) for phase in (PLACE, TOKENS, *computed, *_STEP)]
@@ -260,7 +282,7 @@ def _latency_text(numbers: Sequence[tuple[Latency, int | None, float | None]]) -
     return "; ".join(texts) or NOTHING
 
 
-def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
+def _row(phase: str, sections: CheckSections, shape: Shape) -> Covered:
     every = _every_step(phase, sections, shape)
     in_audit = sections.audit.enabled and shape.replicas > 1
     audit = golden = NOTHING
@@ -270,10 +292,13 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
         whom = others + ["itself elsewhere"] * (sections.audit.enabled and sections.audit.permuted)
         which = "an extra one" if sections.audit.micro_batch == EXTRA else f"1 of {shape.micro_batches}"
         audit = f"{' and '.join(whom)}, {which}" if whom else NOTHING
-        golden = shape.within.get(GOLDEN, "its own workload") if asks_golden(sections) else NOTHING
+        golden = (
+            shape.within.get(GOLDEN, "its own workload") if asks_golden(sections.sdc, sections.determinism) else NOTHING
+        )
     elif phase == PARAMETER and in_audit:
         audit = "replicas"
-    whole = phase == PLACE or (shape.replicas > 1 if phase in (PARAMETER, SETTINGS) else shape.is_whole)
+    in_each = (PARAMETER,) if shape.attached else (PARAMETER, SETTINGS)
+    whole = phase == PLACE or (shape.replicas > 1 if phase in in_each else shape.is_whole)
     if any(one.exact for one in every):
         partly = phase in _PARTLY or (phase == STATE and not sections.sdc.always_on.chain)
         exact = "always" if whole and not partly else "sometimes"
@@ -284,7 +309,7 @@ def _row(phase: str, sections: MegasdcSection, shape: Shape) -> Covered:
 
 
 def _latencies(
-    every: Sequence[_Check], audit: str, golden: str, sections: MegasdcSection, shape: Shape
+    every: Sequence[_Check], audit: str, golden: str, sections: CheckSections, shape: Shape
 ) -> Iterator[Latency]:
     """Latencies of a row's checks, those whose looks follow from the number of the step."""
     saves, interval = sections.checkpoint.interval, sections.sdc.golden_interval
@@ -298,17 +323,19 @@ def _latencies(
         yield latency(GOLDEN, Rotation(period=interval), saves)
 
 
-def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Check]:
+def _every_step(phase: str, sections: CheckSections, shape: Shape) -> list[_Check]:
     """Checks of a phase in every step."""
     section, cadence = sections.sdc.always_on, shape.cadence
     covered = of_micro_batches(cadence, shape.micro_batches)
     found: list[_Check] = []
     if phase in (FORWARD, RECOMPUTE) and section.enabled and shape.recomputes and section.recompute is not False:
         found.append(_Check(f"forward = recompute, {shape.share}", True, covered))
-    if phase == PLACE and section.enabled:
+    if phase == PLACE and section.enabled and not shape.attached:
         found.append(_Check("what follows from step and decisions", True))
-    if phase == SETTINGS and section.enabled and shape.replicas > 1:
-        found.append(_Check("replicas, hyperparameters and step counts", True))
+    if phase == SETTINGS and section.enabled and shape.replicas > 1 and (section.slice_elements or not shape.attached):
+        looks = in_turn(cadence, 1, first=cadence.every // 2) if shape.attached else EVERY_STEP
+        text = f"replicas, hyperparameters and step counts{shape.looks if shape.attached else ''}"
+        found.append(_Check(text, True, looks))
     if phase == PARAMETER and section.enabled and section.parameters:
         found += [_Check("replicas", True)] * (shape.replicas > 1)
         found += [_Check("copies of tensor ranks", True)] * (shape.tensor > 1)
@@ -329,7 +356,7 @@ def _every_step(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Che
     return found
 
 
-def _of_chain(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Check]:
+def _of_chain(phase: str, sections: CheckSections, shape: Shape) -> list[_Check]:
     """Checks of tokens, and of the links from the reduced gradient to the parameters."""
     section, ranks = sections.sdc.always_on, shape.replicas * shape.tensor * shape.pipeline
     cadence = shape.cadence
@@ -360,12 +387,12 @@ def _of_chain(phase: str, sections: MegasdcSection, shape: Shape) -> list[_Check
     return checks.get(phase, [])
 
 
-def table_head(sections: MegasdcSection, within: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def table_head(sections: CheckSections, within: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Column headings: the check, and when it runs; ``within`` as in ``Shape``."""
     audit, sdc = sections.audit, sections.sdc
     audited = f"audit, every {audit.interval} steps" if audit.enabled else "audit: off"
     golden = "golden trace: off"
-    if asks_golden(sections):
+    if asks_golden(sections.sdc, sections.determinism):
         when = ["at each start"] * sdc.golden_at_start
         when += [f"every {sdc.golden_interval} steps"] * (sdc.golden_interval is not None)
         golden = f"{GOLDEN}, {' and '.join(when)}" if GOLDEN not in (within or {}) else "golden trace: does not fit"
@@ -392,7 +419,7 @@ def coverage_notes(rows: list[Covered]) -> list[str]:
     return notes
 
 
-def render_coverage(sections: MegasdcSection, shape: Shape, *, markdown: bool = False) -> list[str]:
+def render_coverage(sections: CheckSections, shape: Shape, *, markdown: bool = False) -> list[str]:
     """The table and its conclusions, as lines.
 
     Args:

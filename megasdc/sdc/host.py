@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megasdc.common.errors import ConfigError, MegasdcError, StorageError, TraceError
 from megasdc.events import EventLog
@@ -43,6 +45,39 @@ class Host(Protocol):
     @property
     def folder(self) -> Path:
         """The run folder."""
+
+
+class StepEngine(Protocol):
+    """What checks of the optimizer's step need of an engine: ``engine.TrainingEngine``, or a view of an attached one.
+
+    Attributes:
+        optimizer: DeepSpeed's optimizer.
+        data_parallel_group: ranks whose gradients are summed.
+        step_number: number of the running step, or of the next one; the first is 1.
+        is_skipped: whether the optimizer has skipped the step.
+        used_norm: norm by which this rank has clipped in the last step, loss scale included; None: by none.
+        gradient_factor: factor of the mean of the replicas' gradients, 0-d, fp64.
+        communication_data_type: type in which gradients are sent, unless the optimizer has one of its own.
+    """
+
+    optimizer: Any
+    dims: ParallelDims
+    device: torch.device
+    data_parallel_group: Any
+    lr_scheduler: Any
+    gradient_factor: Tensor
+    communication_data_type: torch.dtype
+
+    @property
+    def step_number(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_skipped(self) -> bool: ...  # noqa: D102
+
+    @property
+    def used_norm(self) -> Any: ...  # noqa: D102
+
+    def fp16_enabled(self) -> bool: ...  # noqa: D102
 
 
 def find_comparable(host: Host, key: Mapping[str, Any]) -> set[Position]:

@@ -232,7 +232,7 @@ def test_a_change_as_small_as_rounding_is_found_alone(tmp_path: Path, data: Path
 
 def _without_copies(config: str) -> tuple[int, str | None]:
     """Body of a rank that keeps no copy of the state for the next step, as where the cadence has just changed."""
-    from megasdc.train.detection.slices import UpdateSlices
+    from megasdc.sdc.slice_checks import UpdateSlices
 
     keep = UpdateSlices.keep
     UpdateSlices.keep = lambda self, turn: keep(self, None)  # type: ignore[method-assign]
@@ -260,7 +260,7 @@ def test_the_first_step_of_a_start_finds_the_state_that_was_loaded(tmp_path: Pat
 
 def _with_rounding_elsewhere(config: str) -> tuple[int, str | None]:
     """Body of a rank on which a master of the weights is one step of rounding off wherever elements are moved."""
-    from megasdc.train.detection.slices import Update
+    from megasdc.sdc.slice_checks import Update
 
     again = Update.again
 

@@ -30,6 +30,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import Field, gather_objects
+from megasdc.sdc.used_settings import NONE
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +172,6 @@ def _checksum(tensor: Tensor) -> int:
 
 
 SLOT = "consumed"
-NONE = 0
-"""Digest where there is nothing: places that are not followed, settings of a step that the optimizer did not take."""
 
 
 @dataclass(frozen=True)

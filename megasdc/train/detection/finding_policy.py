@@ -34,9 +34,9 @@ from megasdc.sdc.host import find_comparable
 from megasdc.sdc.incident import FAULT_FIELDS, Environment
 from megasdc.sdc.policy import choose_action, report_finding, what_to_do
 from megasdc.sdc.referee.referee import Referee
+from megasdc.sdc.used_settings import SETTINGS, UsedSettings
 from megasdc.sdc.verdict import NOT_REPRODUCED
 from megasdc.train.checkpointer import checkpoint_folder, mark_memory
-from megasdc.train.detection.chain import SETTINGS, UsedSettings
 from megasdc.train.detection.findings import (
     AUDITED,
     COPIES,

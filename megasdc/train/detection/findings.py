@@ -27,6 +27,7 @@ from megasdc.sdc.finding import Finding, Suspects
 from megasdc.sdc.incident import Opinion
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Counts, Trace, trace_digest
+from megasdc.sdc.used_settings import NONE
 from megasdc.sdc.verdict import (
     FILE,
     FOLLOWS,
@@ -44,7 +45,7 @@ from megasdc.sdc.verdict import (
 )
 from megasdc.sdc.vote import majority
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
-from megasdc.train.detection.data_checks import BATCH, NONE, SLOT, Given, WrongPlace, WrongTokens
+from megasdc.train.detection.data_checks import BATCH, SLOT, Given, WrongPlace, WrongTokens
 from megasdc.train.detection.rows import Rows, named
 
 Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]

@@ -43,19 +43,22 @@ from megasdc.model.submodules import Submodule, list_submodules
 from megasdc.optim.bounds import momentum_reset_of
 from megasdc.parallel.collectives import Agreed, Field, compare_replicas
 from megasdc.sdc.audits import PermutableOps, PermutedResult
+from megasdc.sdc.budget import CheckBudget, CheckPlan
 from megasdc.sdc.cost import Cadence
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.referee.recompute import BETWEEN, Call, Exhibit, make_exhibit
 from megasdc.sdc.referee.referee import Referee, Subject
+from megasdc.sdc.slice_checks import Checkable, SliceChecks
 from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
+from megasdc.sdc.used_settings import NONE, SETTINGS
 from megasdc.sdc.verdict import Repeats, compare_recomputed
 from megasdc.tensors.checksum import ChecksumAlgorithm, default_algorithm
 from megasdc.tensors.permuted import Permuted
-from megasdc.train.detection.budget import CheckBudget, CheckPlan, coverage_table
-from megasdc.train.detection.chain import SETTINGS, Chain, ChainFindings
-from megasdc.train.detection.data_checks import NONE, Given, PlaceCheck, TokenCheck, WrongTokens, unreadable
+from megasdc.train.detection.budget import coverage_table
+from megasdc.train.detection.chain import Chain, ChainFindings
+from megasdc.train.detection.data_checks import Given, PlaceCheck, TokenCheck, WrongTokens, unreadable
 from megasdc.train.detection.finding_policy import FindingPolicy, Incidents, is_of_place
 from megasdc.train.detection.findings import (
     AUDITED,
@@ -79,7 +82,6 @@ from megasdc.train.detection.findings import (
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.observe import NonFiniteSearch, ObserverSwitch, Watch
 from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
-from megasdc.train.detection.slices import Checkable, SliceChecks
 from megasdc.train.signals import StopSignals
 
 
@@ -589,7 +591,7 @@ class StepChecker(Hook):
         self._requested = bool(self._request.value)
         if self._requested:
             run.events.emit("audit", "requested", step=run.step + 1)
-        self.budget.end(run)
+        self.budget.end(run, run.step)
 
     def after_save(self) -> None:
         """Mark a checkpoint that has become whole, where an audit has agreed on it already."""

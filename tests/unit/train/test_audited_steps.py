@@ -13,10 +13,11 @@ from megasdc.config.detection import AuditSection, SdcSection
 from megasdc.config.drop_compute import DropComputeSection
 from megasdc.engine.hooks import Run, RunProgress
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.budget import CheckBudget, CheckPlan
 from megasdc.sdc.cost import Cadence
+from megasdc.sdc.slice_checks import Checkable
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.budget import CheckBudget, CheckPlan, share_text
-from megasdc.train.detection.slices import Checkable
+from megasdc.train.detection.budget import share_text
 from megasdc.train.detection.step_checker import CheckSettings, StepChecker
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.budget import CheckBudget, CheckPlan
 from megasdc.sdc.cost import Cadence
 from megasdc.tensors.checksum import default_algorithm
-from megasdc.train.detection.budget import CheckBudget, CheckPlan
 from megasdc.train.detection.chain import LARGEST_SUMMED_NORM, Chain, ChainFindings, is_norm_of
 
 ROUNDING = 20 * 2.0**-24

@@ -17,11 +17,12 @@ from megasdc.events import EventLog, read_events
 from megasdc.optim.zero1 import BLOCK
 from megasdc.parallel.collectives import Agreed
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc import budget, slice_checks
+from megasdc.sdc.budget import CheckBudget, CheckPlan, Stopwatch
 from megasdc.sdc.cost import Cadence, Rates, TimeShares
-from megasdc.train.detection import budget, slices
-from megasdc.train.detection.budget import CheckBudget, CheckPlan, RankSpeed, Stopwatch, plan_checks
-from megasdc.train.detection.chain import SETTINGS
-from megasdc.train.detection.slices import KEPT_STATE, SUMS, UPDATES, Checkable, CheckedUpdates, SliceChecks
+from megasdc.sdc.slice_checks import KEPT_STATE, SUMS, UPDATES, Checkable, CheckedUpdates, SliceChecks
+from megasdc.sdc.used_settings import SETTINGS
+from megasdc.train.detection.budget import RankSpeed, plan_checks
 
 
 class Clock:
@@ -86,7 +87,7 @@ def steps(
             clock.now += fixed_s
         clock.now += 1.0 - look_s * len(covered) - fixed_s
         updated()
-        one.end(run)
+        one.end(run, run.step)
         looked.append(len(covered))
     return looked
 
@@ -147,8 +148,8 @@ def test_a_step_in_which_slices_find_something_does_not_count(
         clock.now += 0.9 if run.step == 9 else 0.001
         return CheckedUpdates()
 
-    monkeypatch.setattr(slices, "compare_replicas", agreed)
-    monkeypatch.setattr(slices, "gather_objects", lambda value, group: [value])
+    monkeypatch.setattr(slice_checks, "compare_replicas", agreed)
+    monkeypatch.setattr(slice_checks, "gather_objects", lambda value, group: [value])
     checks: Any = SliceChecks(1, act, lambda texts: None, one, used, Checkable())
     checks._updates = SimpleNamespace(changed=None, finish=finish, keep=lambda turn: None)
     checks._slices, checks._looks, checks._is_whole = SimpleNamespace(period=1), True, True

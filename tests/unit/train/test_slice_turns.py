@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.detection import blocks
-from megasdc.train.detection.blocks import MISSES, Slices, Turn
-from megasdc.train.detection.slices import UpdateMismatch, comparable
+from megasdc.sdc import slices
+from megasdc.sdc.slice_checks import UpdateMismatch, comparable
+from megasdc.sdc.slices import MISSES, Slices, Turn
 
 
 def test_a_slice_that_is_always_missed_holds_up_no_other() -> None:
@@ -40,8 +40,8 @@ def test_slices_are_those_of_the_ranks_with_the_same_parameters(
     """Of the same stage and tensor rank, in the order of replicas; a shard with fewer slices has none that is due."""
     every = [ParallelDims(*sizes, rank) for rank in range(sizes[0] * sizes[1] * sizes[2])]
     own = [[f"{dims.rank}.{number}" for number in range(1 + (dims.dp_rank == 0))] for dims in every]
-    monkeypatch.setattr(blocks, "gather_objects", lambda value, group: own)
-    monkeypatch.setattr(blocks, "_cut", lambda optimizer, most: iter(()))
+    monkeypatch.setattr(slices, "gather_objects", lambda value, group: own)
+    monkeypatch.setattr(slices, "_cut", lambda optimizer, most: iter(()))
     for dims in every:
         engine: Any = SimpleNamespace(optimizer=None, dims=dims)
         found = Slices(engine, 9, None)

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
 from megasdc.optim.bounds import MomentumReset, RateWarmup
-from megasdc.train.detection.chain import Own, UsedSettings, judge_settings
+from megasdc.sdc.used_settings import Own, UsedSettings, judge_settings
 
 RESET = MomentumReset(interval=3, warmup_steps=2, warmup_start=0.1, restart_bias_correction=True)
 """Before steps 4 and 7; the learning rate is lower in steps 4, 5, 7 and 8."""

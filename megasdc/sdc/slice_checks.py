@@ -1,4 +1,4 @@
-"""Hooks of the exact checks of slices, and the rulings on what they find; the same on every rank.
+"""Exact checks of slices of the optimizer's step, and the rulings on what they find; the same on every rank.
 
 Reduction: a slice of each shard's gradient is summed again from the replicas' own gradients. Optimizer: a slice of each
 shard is kept from step to step, and updated again elsewhere.
@@ -17,16 +17,19 @@ import xxhash
 from torch import Tensor
 
 from megasdc.common.addresses import REDUCED_GRAD, UPDATE, Address
-from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.hooks import Hook
 from megasdc.model.submodules import list_submodules
-from megasdc.optim.zero1 import is_bf16_optimizer, master_partitions
+from megasdc.optim.zero1 import clip_again, is_bf16_optimizer, master_partitions
 from megasdc.parallel.collectives import compare_replicas, gather_objects
+from megasdc.sdc.budget import CheckBudget
 from megasdc.sdc.finding import Finding
+from megasdc.sdc.host import Host, StepEngine
 from megasdc.sdc.incident import Opinion, Outside
 from megasdc.sdc.referee.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
 from megasdc.sdc.referee.referee import agreed, is_within, judge_rounding
 from megasdc.sdc.referee.rounding import Exact, mean_of
+from megasdc.sdc.slices import MISSES, GroupShard, ParameterPiece, Slice, Slices, TensorExchange, Turn
+from megasdc.sdc.used_settings import SETTINGS, UsedSettings
 from megasdc.sdc.verdict import (
     ELSEWHERE,
     INCONCLUSIVE,
@@ -41,9 +44,6 @@ from megasdc.sdc.verdict import (
 from megasdc.sdc.vote import Ballot, Dispute
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.permuted import roll
-from megasdc.train.detection.blocks import MISSES, GroupShard, Slice, Slices, TensorExchange, Turn
-from megasdc.train.detection.budget import CheckBudget
-from megasdc.train.detection.chain import SETTINGS, UsedSettings
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 """States that an update changes, in the order of rows below; slots are the parameter's name, a dot and a state."""
@@ -199,9 +199,9 @@ class UpdateSlices:
         clips: whether nothing changes gradients after they are clipped, so that clipping is checked too.
     """
 
-    def __init__(self, engine: TrainingEngine, slices: Slices, used: UsedSettings, *, clips: bool) -> None:
+    def __init__(self, engine: StepEngine, slices: Slices, used: UsedSettings, *, clips: bool) -> None:
         self._engine, self._slices, self._used, self._clips = engine, slices, used, clips
-        self._group = engine.mpu.get_data_parallel_group() if engine.dims.data > 1 else None
+        self._group = engine.data_parallel_group if engine.dims.data > 1 else None
         self._inner = engine.optimizer.optimizer
         self._flats = master_partitions(engine.optimizer)
         self._kept: SliceSnapshot | None = None
@@ -297,7 +297,7 @@ class UpdateSlices:
         message = empty = torch.empty(0, dtype=torch.int32, device=self._engine.device)
         if mine is not None and all(part.group in self._before for part in mine.parts):
             inputs, after = self._inputs(mine), self._state_of(mine)
-            norm = self._engine.step_control.used_norm
+            norm = self._engine.used_norm
             norm = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float32, device=empty.device)
             own = self._update(mine, inputs, after, norm, taken := update_checksum(inputs))
             words = [torch.tensor([taken - (1 << 63)]).view(torch.int32).to(empty.device), norm.view(torch.int32)[None]]
@@ -330,7 +330,7 @@ class UpdateSlices:
         for part in due.parts:
             before = inputs[:, first : first + part.numel].clone()
             if self._clips:
-                before[0] = self._engine.step_control.clip_again(before[0], norm)
+                before[0] = clip_again(self._engine.optimizer, before[0], norm)
             settings, count = self._used.of_group(part.group)
             whole = self._flats[part.group].numel()
             parts.append(PartUpdate(before, count, part.start, whole, settings, type(self._inner)))
@@ -386,33 +386,34 @@ class SumCheck:
     With two replicas in fp32 only the two numbers beside the exact mean pass, unless gradients cancel. With the
     optimizer that keeps the whole reduced gradient on every rank, ``WITNESSES`` other ranks keep their copies of each
     slice: where one of them is within the bound, the sum was right, and the owner's copy of it is wrong.
+
+    Args:
+        times: how often gradients are summed over replicas in a step.
     """
 
-    def __init__(self, engine: TrainingEngine, slices: Slices) -> None:
-        self._engine, self._slices = engine, slices
-        self._group = engine.mpu.get_data_parallel_group() if engine.dims.data > 1 else None
+    def __init__(self, engine: StepEngine, slices: Slices, times: int = 1) -> None:
+        self._engine, self._slices, self._times = engine, slices, times
+        self._group = engine.data_parallel_group if engine.dims.data > 1 else None
         self._exchange: TensorExchange | None = None
         self._due: Slice | None = None
         self._every_due: Sequence[Slice | None] = ()
         self._copies: dict[int, Tensor] = {}
 
-    def copy(self, turn: int) -> None:
+    def copy(self, turn: int, own: Sequence[Tensor | None] | None = None) -> None:
         """Send this rank's part of each owner's slice that is due to its owner.
+
+        Args:
+            own: for each owner the part, [times, numel], None where no slice is due; None: what has accumulated.
 
         Collective: the data group.
         """
         due = self._every_due = self._slices.at(turn)
         self._due = due[self._engine.dims.dp_rank]
-        empty = torch.empty(0, dtype=self._kind, device=self._engine.device)
-        sent = [empty if one is None else self._slices.accumulated(one) for one in due]
-        sizes = [0 if self._due is None else self._due.numel] * len(due)
+        own = [None if one is None else self._slices.accumulated(one) for one in due] if own is None else own
+        empty = next((one for one in own if one is not None), torch.empty(0, device=self._engine.device)).new_empty(0)
+        sent = [empty if one is None else one.flatten() for one in own]
+        sizes = [0 if self._due is None else self._times * self._due.numel] * len(due)
         self._exchange = TensorExchange(sent, sizes, self._group)
-
-    @property
-    def _kind(self) -> torch.dtype:
-        """Type that gradients are accumulated in."""
-        first = next(one for one in self._slices.at(0) if one is not None)
-        return self._slices.accumulated(first).dtype
 
     def compare(self) -> WrongSum | None:
         """The worst element of this rank's slice, while gradients are reduced and not changed yet; None: none is wrong.
@@ -429,7 +430,9 @@ class SumCheck:
         sent_as = (self._engine if is_bf16_optimizer(optimizer) else optimizer).communication_data_type
         kinds = [reduced.dtype, parts[0].dtype, sent_as]
         coarsest = max(kinds, key=lambda kind: torch.finfo(kind).eps)
-        exact = mean_of(parts, self._engine.gradient_factor.item(), coarsest, converted=sent_as != parts[0].dtype)
+        factor, converted = self._engine.gradient_factor.item() * self._times, sent_as != parts[0].dtype
+        every = [one for part in parts for one in part.view(self._times, -1)]
+        exact = mean_of(every, factor, coarsest, converted=converted)
         return _worst(self._due, reduced.double(), exact.values, exact.bounds)
 
     def _copied(self) -> Iterator[tuple[int, Tensor]]:
@@ -511,7 +514,7 @@ class ReducedGradientCheck(Hook):
     def __init__(self, checks: SliceChecks) -> None:
         self._checks = checks
 
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+    def before_optimizer_step(self, engine: StepEngine) -> None:
         """Compare this rank's slices of gradients and state."""
         self._checks.compare()
 
@@ -522,7 +525,7 @@ class Unclipped(Hook):
     def __init__(self, checks: SliceChecks) -> None:
         self._checks = checks
 
-    def before_optimizer_step(self, engine: TrainingEngine) -> None:
+    def before_optimizer_step(self, engine: StepEngine) -> None:
         """Copy this rank's slice of the gradient."""
         self._checks.take_unclipped()
 
@@ -534,10 +537,18 @@ class Checkable:
     Args:
         sums: whether this holds from the last micro-batch to the sum over replicas.
         clips: whether this holds from clipping to the optimizer.
+        times: how often gradients are summed over replicas in a step.
     """
 
     sums: bool = True
     clips: bool = True
+    times: int = 1
+
+
+def names_of_submodules(engine: Any) -> dict[int, tuple[str, str]]:
+    """Full name and slot of each parameter in an engine's submodules, by its id."""
+    every = list_submodules(engine.module)
+    return {id(one): (submodule.fqn, slot) for submodule in every for slot, one in submodule.parameters.items()}
 
 
 class SliceChecks(Hook):
@@ -550,6 +561,7 @@ class SliceChecks(Hook):
         act: settles findings.
         tell: reports where a check is no longer exact.
         budget: decides which steps look at a slice, and measures the time.
+        names: returns full name and slot of each parameter of an engine, by its id.
 
     Attributes:
         found: the hook that compares slices of gradient and state, apart since it comes after fault injection.
@@ -559,10 +571,17 @@ class SliceChecks(Hook):
     saved_as = "SliceChecks"
 
     def __init__(
-        self, size: int, act: Act, tell: Tell, budget: CheckBudget, used: UsedSettings, checkable: Checkable
+        self,
+        size: int,
+        act: Act,
+        tell: Tell,
+        budget: CheckBudget,
+        used: UsedSettings,
+        checkable: Checkable,
+        names: Callable[[Any], dict[int, tuple[str, str]]] = names_of_submodules,
     ) -> None:
         self._size, self._act, self._tell, self._budget, self._used = size, act, tell, budget, used
-        self._checkable = checkable
+        self._checkable, self._names_of = checkable, names
         self.found: Hook = ReducedGradientCheck(self)
         self.unclipped: Hook = Unclipped(self)
         self._sums: SumCheck | None = None
@@ -575,24 +594,20 @@ class SliceChecks(Hook):
         self._turn = Turn()
         self._looks = self._is_whole = self._missed = False
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Host) -> None:
         """Divide the shards into slices, and report after how many steps all have been looked at."""
         self._engine, self._host_group, self._events = run.engine, run.host_group, run.events
         self._used.start()
         self._slices = Slices(run.engine, self._size, run.host_group)
         sums, clips = self._checkable.sums, self._checkable.clips
-        self._sums = SumCheck(run.engine, self._slices) if sums else None
+        self._sums = SumCheck(run.engine, self._slices, self._checkable.times) if sums else None
         self._updates = UpdateSlices(run.engine, self._slices, self._used, clips=clips)
-        self._names = {
-            id(parameter): (submodule.fqn, slot)
-            for submodule in list_submodules(run.engine.module)
-            for slot, parameter in submodule.parameters.items()
-        }
+        self._names = self._names_of(run.engine)
         self._keep(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
         if run.dims.rank == 0:
             told = {"elements": self._size, "period": self._slices.period, "sums": sums, "clipping": clips}
             every = self._budget.cadence.every
-            run.events.emit("start", "slices", step=run.step, every=every, **told)
+            run.events.emit("start", "slices", step=run.engine.step_number - 1, every=every, **told)
             logger.info(
                 "slices of %d elements: all of the optimizer is looked at in %d steps that look at one%s%s%s",
                 self._size,
@@ -607,6 +622,24 @@ class SliceChecks(Hook):
         if self._engine is not None:
             self._updates.close()
 
+    @property
+    def due(self) -> Sequence[Slice | None]:
+        """The slice of each replica's shard at which the running step looks; empty: it looks at none."""
+        return self._slices.at(self._turn.number) if self._looks else ()
+
+    @property
+    def period(self) -> int:
+        """Number of looks after which each slice has been looked at."""
+        return self._slices.period
+
+    def parameter_of(self, group: int, piece: ParameterPiece) -> Tensor:
+        """This rank's copy of the parameter that a piece of a slice belongs to."""
+        return self._slices.parameter_of(group, piece)
+
+    def forget(self) -> None:
+        """Forget the copy of the state that the last step left, since other state was loaded."""
+        self._updates.keep(None)
+
     def state_dict(self) -> dict[str, Any]:
         """The slice that is due, so that starts do not look at the first ones again and again."""
         return {"turn": self._turn.number}
@@ -617,15 +650,15 @@ class SliceChecks(Hook):
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: Host) -> None:
         """Find out whether this step looks at a slice."""
         self._looks = self._budget.cadence.slices(run.engine.step_number)
 
-    def before_reduction(self, engine: TrainingEngine) -> None:
-        """Copy slices of this rank's gradients."""
+    def before_reduction(self, engine: StepEngine, own: Sequence[Tensor | None] | None = None) -> None:
+        """Send slices of this rank's gradients to their owners; ``own`` as in ``SumCheck.copy``."""
         if self._sums is not None and self._looks:
             with self._budget.slices:
-                self._sums.copy(self._turn.number)
+                self._sums.copy(self._turn.number, own)
 
     def compare(self) -> None:
         """Compare this rank's slices of the reduced gradient, and of the state that the last step left."""
@@ -644,7 +677,7 @@ class SliceChecks(Hook):
             with self._budget.slices:
                 self._updates.take_unclipped()
 
-    def after_optimizer_step(self, engine: TrainingEngine) -> None:
+    def after_optimizer_step(self, engine: StepEngine) -> None:
         """Check the update, agree on what was found, and settle it.
 
         Raises:
@@ -661,7 +694,7 @@ class SliceChecks(Hook):
         with self._budget.slices:
             self._updates.keep(self._turn.number if self._budget.cadence.slices(following) else None)
 
-    def _finish(self, engine: TrainingEngine) -> None:
+    def _finish(self, engine: StepEngine) -> None:
         step = engine.step_number
         with self._budget.slices:
             checked = CheckedUpdates() if engine.is_skipped else self._updates.finish()
@@ -690,7 +723,7 @@ class SliceChecks(Hook):
                 claim = self._claim(checked)
                 self._settle_updates(engine, comparable(claim, rank, by_rank), checked)
 
-    def _end_turn(self, engine: TrainingEngine) -> None:
+    def _end_turn(self, engine: StepEngine) -> None:
         """End a turn; a slice that was not checked in full is due again, a limited number of times."""
         place = self._turn.number % self._slices.period
         if self._turn.end(missed=self._missed, skipped=engine.is_skipped) and engine.dims.rank == 0:
@@ -701,7 +734,7 @@ class SliceChecks(Hook):
                 *(engine.step_number, place, MISSES),
             )
 
-    def _settle_updates(self, engine: TrainingEngine, claim: UpdateMismatch | None, checked: CheckedUpdates) -> bool:
+    def _settle_updates(self, engine: StepEngine, claim: UpdateMismatch | None, checked: CheckedUpdates) -> bool:
         """Rule on updates that differ when computed twice, repair if possible; returns whether there was a ruling."""
         rulings: list[RankVerdict] = []
         step = engine.step_number

@@ -1,0 +1,285 @@
+"""Time of the checks of each step, and what keeps it within a budget.
+
+``CheckBudget`` goes by what checks take on the slowest rank. Time is that inside our own calls, summed over the last
+steps on each rank; the slowest rank counts. What all ranks wait for together - a reduction, an exchange of slices -
+counts in each step as on the rank that waited least: the others waited for it, which the sum of gradients would have
+had them do as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.parallel.collectives import MAX, MIN, Field
+from megasdc.sdc.cost import MOST_EVERY, Cadence, TimeShares, choose_cadence
+from megasdc.sdc.host import Host
+
+
+class BudgetedEngine(Protocol):
+    """What a budget needs of an engine: its device, and the largest number of micro-batches of a step on a replica."""
+
+    device: torch.device
+
+    @property
+    def most_micro_batches(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """Plan of a run's checks: what they cover, and when.
+
+    Args:
+        cadence: cadence of looks at results; that of the first steps, where it follows a budget.
+        lines: descriptions of the checks, one for each tier.
+        budget: largest share of a step's time; None: the cadence is given.
+        expected: expected time of checks, as shares of a step; None: nothing was measured.
+        slices: number of slices of the optimizer, on the rank that has most; None: not checked, or not measured.
+        products: number of products of linear layers, on the rank that has most; None: likewise.
+        sets: number of sets of blocks of the gradient, on the rank that has most; None: likewise.
+        whole: whether each step looks at all its micro-batches, also where their number changes.
+    """
+
+    cadence: Cadence
+    lines: tuple[str, ...]
+    budget: float | None = None
+    expected: TimeShares | None = None
+    slices: int | None = None
+    products: int | None = None
+    sets: int | None = None
+    whole: bool = False
+
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 100
+"""Number of steps over which time is measured."""
+ADJUST = 10
+"""Number of steps from one evaluation of that time to the next."""
+FIRST = 4
+"""Number of measured steps before the first evaluation: what is expected at the start does not know all checks."""
+USUAL = 20
+"""Number of steps whose median is the usual time of a step."""
+TIMES = ("looks", "audits", "fixed", "slices", "waits", "steps")
+SHARED = ("slices", "waits", "steps")
+"""Names of times in which ranks wait for each other."""
+ROOM = 0.9
+"""Share of the budget within which checks must stay to look more often, so that noise changes nothing."""
+
+
+class Stopwatch:
+    """Adds up the time inside ``with`` blocks.
+
+    Args:
+        running: stack of stopwatches, of which only the innermost counts time.
+    """
+
+    def __init__(self, running: list[Stopwatch]) -> None:
+        self._seconds = self._began = 0.0
+        self._running = running
+
+    def __enter__(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self._running[-1]._pause(now)
+        self._running.append(self)
+        self._began = now
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        now = time.perf_counter()
+        self._pause(now)
+        self._running.pop()
+        if self._running:
+            self._running[-1]._began = now
+
+    def _pause(self, now: float) -> None:
+        self._seconds += now - self._began
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        found, self._seconds = self._seconds, 0.0
+        return found
+
+
+class CheckBudget:
+    """Decides which steps look, and at how many micro-batches, from the time that looks take.
+
+    Args:
+        plan: plan whose cadence is that of the first steps. Without a budget it is that of all steps, unless each step
+            looks at all that it has, and nothing is measured.
+        engine: this rank's engine. On a GPU the expected shares are lower bounds, since the host's clock does not see
+            the time of the device.
+        writer: writer of metrics on rank 0, for the time of checks; None: it is not written.
+
+    Attributes:
+        looks, audits, fixed: stopwatches of this rank's checks.
+        slices, waits: stopwatches of checks in which ranks wait for each other.
+        whole: whether each step looks at all that it has, as the plan says.
+        replays: stopwatch of replays in a stage's waiting time; what they add to a usual step counts as an audit's.
+        lines: lines of the plan.
+        fields: times of the step before, which are reduced over all ranks in each step.
+    """
+
+    def __init__(self, plan: CheckPlan, engine: BudgetedEngine, writer: MetricsWriter | None = None) -> None:
+        self._writer, self._engine, self.lines, self.whole = writer, engine, plan.lines, plan.whole
+        nothing = TimeShares(0.0, 0.0, 0.0, 0.0)
+        self._cadence, self._share = plan.cadence, plan.budget
+        self._shares = plan.expected or nothing
+        self._least = nothing if engine.device.type == "cpu" else self._shares
+        inside: list[Stopwatch] = []
+        self.looks, self.audits, self.fixed, self.slices, self.waits = (Stopwatch(inside) for _ in range(5))
+        self.replays = Stopwatch(inside)
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        """Seconds of the last steps without a replay."""
+        self._step = Stopwatch([])
+        self._own: deque[_Times] = deque(maxlen=WINDOW)
+        """Times of this rank in the last steps."""
+        self._agreed: deque[_Times] = deque(maxlen=WINDOW)
+        """Times that all ranks have agreed on in the last steps."""
+        self._fields = {name: Field(partial(self._give, name), MIN if name in SHARED else MAX) for name in TIMES}
+        self.fields = () if plan.budget is None else tuple(self._fields.values())
+        self._due = (0, 0)
+        self._sent = False
+        self._void = True  # the first step also makes what later ones use
+        self._warned = False
+
+    def _give(self, name: str) -> float | None:
+        """This rank's value of a time: of the last step for shared times, else the sum over steps; None: not due."""
+        if not self._sent:
+            return None
+        return float(getattr(self._own[-1] if name in SHARED else _total(self._own), name))
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of a step, as planned now, on the replica that takes most."""
+        return self._engine.most_micro_batches
+
+    @property
+    def cadence(self) -> Cadence:
+        """Present cadence: which steps look, and at how many micro-batches."""
+        return Cadence(self.micro_batches) if self.whole else self._cadence
+
+    @property
+    def turns(self) -> int:
+        """Number of looks in which each of a step's micro-batches is looked at."""
+        return math.ceil(self.micro_batches / self.cadence.micro_batches)
+
+    def looked_at(self, step: int) -> Collection[int]:
+        """Numbers of the micro-batches that a step looks at."""
+        return self.cadence.looked_at(step, self.micro_batches)
+
+    def begin(self, step: int) -> None:
+        """Start the time of a step, and find out what it looks at."""
+        self._step.__enter__()
+        self._due = len(self.looked_at(step)), int(self.cadence.slices(step))
+
+    def ignore_step(self) -> None:
+        """Leave this step out of the measurement, since it spends time on a finding."""
+        self._void = True
+
+    def end(self, host: Host, step: int) -> None:
+        """End a step: add its times, and adjust the cadence when due; the same on all ranks."""
+        self._step.__exit__(None, None, None)
+        step_s = self._step.take()
+        late_s = self._not_hidden(step, step_s)
+        if self._share is None:
+            self._void = False
+            return
+        taken = [clock.take() for clock in (self.looks, self.audits, self.fixed, self.slices, self.waits)]
+        taken = [taken[0], taken[1] + late_s, *taken[2:], step_s]
+        if has_agreed := self._sent:  # on the step before
+            self._agreed.append(_Times(**{name: field.value for name, field in self._fields.items()}))
+        self._sent, self._void = not self._void, False
+        is_due = has_agreed and (len(self._agreed) == FIRST or step % ADJUST == 0)
+        if is_due:
+            self._learn(step)
+        if self._sent:
+            self._own.append(_Times._make((*taken, *self._due)))
+        if is_due:
+            self._adjust(host, step, self._share)
+
+    def _not_hidden(self, step: int, step_s: float) -> float:
+        """Seconds by which the replay made this step longer than usual; all of the replay where that is not known."""
+        replay_s = self.replays.take()
+        if not replay_s:
+            if not self._void:
+                self._usual.append(step_s)
+            return 0.0
+        if self._void or not self._usual:
+            return replay_s
+        late_s = min(max(step_s - median(self._usual), 0.0), replay_s)
+        if self._writer is not None:
+            self._writer.write(step, {"sdc/replay_hidden_share": 1 - late_s / replay_s})
+        return late_s
+
+    def _learn(self, step: int) -> None:
+        """Compute the shares of the last steps; a share of which these have no sample stays as it was."""
+        sums, own = _total(self._agreed), _total(self._own)
+        known, least, step_s = self._shares, self._least, sums.steps / len(self._agreed)
+        looks, audits, fixed = (self._fields[name].value for name in ("looks", "audits", "fixed"))
+        self._shares = TimeShares(
+            max((fixed + sums.waits) / sums.steps, least.fixed),
+            max(audits / sums.steps, least.audits),
+            max(looks / own.looked / step_s, least.look) if own.looked else known.look,
+            sums.slices / own.sliced / step_s if own.sliced else known.slice,
+        )
+        if self._writer is not None:
+            spent = looks + audits + fixed + sums.slices + sums.waits
+            self._writer.write(step, {"sdc/cost_share": spent / sums.steps})
+
+    def _adjust(self, host: Host, step: int, budget: float) -> None:
+        now = self.cadence.share(self._shares)
+        chosen = choose_cadence(self._shares, budget if now > budget else ROOM * budget, self.micro_batches)
+        if (chosen.rate < self.cadence.rate) if now > budget else (chosen.rate > self.cadence.rate):
+            self._cadence, before = chosen, now
+            now = chosen.share(self._shares)
+            if host.dims.rank == 0:
+                host.events.emit(
+                    "sdc", "cadence", step=step, **asdict(chosen), budget=budget, was=before, parts=self._shares
+                )
+                logger.info(
+                    "checks look at %d of %d micro-batches in every %d. step from now on: %.2g%% of a step, was %.2g%%",
+                    *(chosen.micro_batches, self.micro_batches, chosen.every, 100 * now, 100 * before),
+                )
+        if now > budget and self.cadence.every == MOST_EVERY and not self._warned:
+            self._warned = True
+            if host.dims.rank == 0:
+                logger.warning("%s", beyond(self._shares, budget))
+
+
+class _Times(NamedTuple):
+    """Seconds of steps by part, and numbers of micro-batches and slices that were looked at in them."""
+
+    looks: float = 0.0
+    audits: float = 0.0
+    fixed: float = 0.0
+    slices: float = 0.0
+    waits: float = 0.0
+    steps: float = 0.0
+    looked: float = 0.0
+    sliced: float = 0.0
+
+
+def _total(steps: Iterable[_Times]) -> _Times:
+    return _Times._make(sum(column) for column in zip(_Times(), *steps, strict=True))
+
+
+def beyond(shares: TimeShares, budget: float) -> str:
+    """Message that checks cannot be kept within a budget, with the reason and what to do."""
+    return (
+        f"checks take more than sdc.budget ({budget:.2%} of a step), though only one step in {MOST_EVERY} looks: "
+        f"{shares.fixed:.2%} is of what every step needs, {shares.audits:.2%} of audits, "
+        f"{(shares.look + shares.slice) / MOST_EVERY:.2%} of looks. A longer audit.interval or larger micro-batches "
+        "cost less"
+    )
