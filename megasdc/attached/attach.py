@@ -22,12 +22,14 @@ import torch.distributed as dist
 
 from megasdc.attached.audit import GuardAudit
 from megasdc.attached.bounds import GuardBounds, check_bounds
+from megasdc.attached.budget import GuardBudget
 from megasdc.attached.copies import GuardCopies
 from megasdc.attached.coverage import guard_coverage
 from megasdc.attached.engine import check_engine, check_environment, dims_of, engine_precision
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.nonfinite import GuardNonFinite
 from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
+from megasdc.attached.rows import GuardRows
 from megasdc.attached.saves import SaveMarks
 from megasdc.attached.settings import ReproRun, golden_problems, load_settings
 from megasdc.attached.slices import GuardSlices, check_slices
@@ -40,7 +42,7 @@ from megasdc.common.errors import ConfigError, CorruptionError, StorageError
 from megasdc.common.host import deepspeed_buffer, remove_buffers
 from megasdc.common.origin import Origin, count_start
 from megasdc.common.versions import GUARD, check_private_names
-from megasdc.config.guard import GuardPolicySection, GuardSettings
+from megasdc.config.guard import GuardSettings
 from megasdc.config.schema import idle_warnings
 from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
@@ -181,7 +183,9 @@ class Guard:
         self.dims = dims_of(engine)
         self._undo = ExitStack()
         self._audit: GuardAudit | None = None
+        self._budget: GuardBudget | None = None
         self._slices: GuardSlices | None = None
+        self._rows: GuardRows | None = None
         try:
             self._training = training = replace(self._begin(engine, settings), hides_losses=hides_losses)
             self._saves = self._keep(SaveMarks(training, saves=trial is None))
@@ -201,7 +205,7 @@ class Guard:
             for warning in idle_warnings(settings, ""):
                 logger.warning("guard: %s", warning)
         if trial is None:
-            table = guard_coverage(training, self._slices and self._slices.period)
+            table = self._coverage({})
             training.events.emit_on_rank_0("start", "coverage", step=training.step - 1, table=table)
             if self.dims.rank == 0:
                 logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
@@ -243,6 +247,12 @@ class Guard:
             parts.append(self._keep(GuardTrace(training)))
         if settings.nonfinite.enabled:
             parts.append(self._keep(GuardNonFinite(training)))
+        always_on = settings.sdc.always_on
+        if always_on.enabled and (always_on.rows or always_on.slice_elements is not None):
+            self._budget = GuardBudget(training)
+        if always_on.enabled and always_on.rows and self._budget is not None:
+            self._rows = self._keep(GuardRows(training, self._budget))
+            parts.append(self._rows)
         if settings.golden.path is not None:
             parts.append(self._keep(GuardGolden(training)))
         if settings.audit.enabled and self.dims.data == 1 and not settings.audit.permuted:
@@ -253,7 +263,6 @@ class Guard:
         elif settings.audit.enabled:
             self._audit = self._keep(GuardAudit(training, self._saves.agreed))
             parts.append(self._audit)
-        always_on = settings.sdc.always_on
         if always_on.enabled and always_on.parameters and self.dims.data == 1:
             self._warn_not_audited(
                 "parameters are not compared",
@@ -262,14 +271,29 @@ class Guard:
         elif always_on.enabled and always_on.parameters:
             parts.append(self._keep(GuardCopies(training, self._is_audited)))
         if always_on.enabled and always_on.slice_elements is not None:
-            self._slices = self._keep(GuardSlices(training, self._settle_taken))
-            self._saves.after_load = self._slices.forget
+            assert self._budget is not None, "slices are looked at by it"
+            self._slices = self._keep(GuardSlices(training, self._settle_taken, self._budget, self._coverage))
             parts.append(self._slices)
         if settings.optimizer_hooks:
             parts.append(self._keep(GuardBounds(training)))
         if self._slices is not None:
             parts.append(self._slices.unclipped)
+        if self._budget is not None:
+            self._saves.after_load = self._go_on
+            parts.append(self._budget)
         return parts
+
+    def _go_on(self) -> None:
+        """Begin again after a checkpoint was loaded, whose state is not what the last step has left."""
+        if self._slices is not None:
+            self._slices.forget()
+        if self._budget is not None:
+            self._budget.restart()
+
+    def _coverage(self, within: Mapping[str, str]) -> list[str]:
+        """The table of what is covered; see ``guard_coverage``."""
+        slices = None if self._slices is None else self._slices.period
+        return guard_coverage(self._training, slices, None if self._rows is None else self._rows.products, within)
 
     def _warn_not_audited(self, what: str, reason: str) -> None:
         self._training.events.emit_on_rank_0("guard", "not_audited", reason=reason)
@@ -330,7 +354,7 @@ class Guard:
         try:
             for part in self._parts:
                 for found in part.before_step(step):
-                    self._act(step, found, part.what, self._training.settings.sdc.policy)
+                    self._act(step, found, part.what, trained_on=part.trained_on)
             result = take_step(*args, **options)
             for part in (*self._parts, self._saves):
                 part.after_step(step)
@@ -348,23 +372,20 @@ class Guard:
     def _settle_taken(self, step: int, found: Finding) -> bool:
         """Settle a finding in a step that the optimizer has taken; returns whether its part puts right what is wrong.
 
-        What was wrong once is in the weights: it is put right or ends the training, unless ``not_reproduced`` is set.
-
         Raises:
             CorruptionExit: the policy is to halt; on all ranks.
 
         Collective: all ranks of the world.
         """
-        policy = self._training.settings.sdc.policy
-        if "not_reproduced" not in policy.model_fields_set:
-            policy = policy.model_copy(update={"not_reproduced": "halt" if found.unrepaired else "repair"})
-        return self._act(step, found, "check", policy, taken=True) == "repair"
+        return self._act(step, found, "check", trained_on=True, taken=True) == "repair"
 
-    def _act(self, step: int, found: Finding, what: str, policy: GuardPolicySection, *, taken: bool = False) -> str:
+    def _act(self, step: int, found: Finding, what: str, *, trained_on: bool, taken: bool = False) -> str:
         """Report a finding, and end the training if the policy is to halt; returns the action.
 
         Args:
             what: what has found it, as messages call it.
+            trained_on: whether what was found is part of the training: what was wrong once is put right then, or ends
+                it, unless ``not_reproduced`` is set.
             taken: whether the optimizer has taken the step.
 
         Raises:
@@ -373,6 +394,9 @@ class Guard:
         Collective: all ranks of the world.
         """
         training, settings = self._training, self._training.settings
+        policy = settings.sdc.policy
+        if trained_on and "not_reproduced" not in policy.model_fields_set:
+            policy = policy.model_copy(update={"not_reproduced": "halt" if found.unrepaired else "repair"})
         action = choose_action(policy, found)
         page = report_finding(
             *(training, training.suspects, step, found, action), self._describe, settings.health.alert_command

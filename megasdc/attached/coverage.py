@@ -13,11 +13,14 @@ from megasdc.config.sections import CheckpointSection, DeterminismSection
 from megasdc.sdc.coverage import Shape, render_coverage
 
 
-def guard_coverage(training: Training, slices: int | None = None, within: Mapping[str, str] | None = None) -> list[str]:
+def guard_coverage(
+    training: Training, slices: int | None, products: int | None, within: Mapping[str, str]
+) -> list[str]:
     """The phases of a step and their checks in a training, a line for each row, and the conclusions.
 
     Args:
         slices: number of slices of the optimizer, on the rank that has most; None: they are not checked.
+        products: number of products of linear layers, likewise.
         within: texts on exact checks that are within a tolerance now, by phase.
     """
     dims = training.dims
@@ -28,8 +31,9 @@ def guard_coverage(training: Training, slices: int | None = None, within: Mappin
         covered=None,
         recomputes=False,
         pipeline=dims.pipeline,
-        within=within or {},
+        within=within,
         slices=slices,
+        products=products,
         attached=True,
     )
     return render_coverage(_sections_of(training.settings), shape)

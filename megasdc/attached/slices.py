@@ -14,15 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasdc.attached.coverage import guard_coverage
+from megasdc.attached.budget import GuardBudget
 from megasdc.attached.record import ROOT
 from megasdc.attached.training import Protection, Training
 from megasdc.common.errors import ConfigError
 from megasdc.config.guard import GuardAlwaysOnSection
 from megasdc.optim.zero1 import is_bf16_optimizer
-from megasdc.parallel.collectives import StepAgreement
-from megasdc.sdc.budget import CheckBudget, CheckPlan
-from megasdc.sdc.cost import Cadence
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.slice_checks import Checkable, SliceChecks
 from megasdc.sdc.slices import Slice
@@ -86,7 +83,6 @@ class EngineView:
         )
         self.lr_scheduler, self.communication_data_type = engine.lr_scheduler, engine.communication_data_type
         self.gradient_factor = torch.ones((), dtype=torch.float64)
-        self.most_micro_batches = 1  # of which looks see one
         self.step_number, self.scale = training.step, 1.0
 
     @property
@@ -116,14 +112,18 @@ class LocalGradients:
 
     Args:
         times: how often a parameter's gradient is summed in a step, at most.
+
+    Attributes:
+        parts: for each replica, this rank's part of its due slice, [times, numel]; NaN where a gradient was summed more
+            often.
     """
 
     def __init__(self, optimizer: Any, times: int) -> None:
         self._optimizer, self._times = optimizer, times
-        self._parts: list[Tensor | None] = []
+        self.parts: list[Tensor | None] = []
         self._places: dict[int, list[tuple[Tensor, int, int, int]]] = {}
         """By id of a parameter: copy, place in it, and first and number of the parameter's elements there."""
-        self._seen: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
         self._sum = getattr(optimizer, REDUCE_ONE)
         setattr(optimizer, REDUCE_ONE, self._before_sum)
 
@@ -131,13 +131,18 @@ class LocalGradients:
         """Give the optimizer back its own method."""
         vars(self._optimizer).pop(REDUCE_ONE, None)
 
+    @property
+    def sums(self) -> int:
+        """Largest number of sums of a parameter's gradient in this step."""
+        return max(self._counts.values(), default=0)
+
     def begin(self, due: Sequence[Slice | None], parameter_of: Callable[..., Tensor]) -> None:
         """Begin a step; ``due``: the slice of each replica's shard, None: none, empty: the step looks at none."""
         kind, device = self._optimizer._gradient_reduction_buffer_dtype(), self._optimizer.device
-        self._parts, self._places, self._seen = [], {}, {}
+        self.parts, self._places, self._counts = [], {}, {}
         for one in due:
             part = None if one is None else torch.zeros(self._times, one.numel, dtype=kind, device=device)
-            self._parts.append(part)
+            self.parts.append(part)
             place = 0
             for group, piece in () if one is None else ((of.group, piece) for of in one.parts for piece in of.pieces):
                 assert part is not None, "there is a slice"
@@ -145,14 +150,11 @@ class LocalGradients:
                 self._places.setdefault(id(parameter_of(group, piece)), []).append(where)
                 place += piece.numel
 
-    def take(self) -> list[Tensor | None]:
-        """For each replica, this rank's part of its due slice, [times, numel]; NaN: it was summed more often."""
-        return self._parts
-
     def _before_sum(self, parameter: Any, *args: Any, **options: Any) -> Any:
         places = self._places.get(id(parameter), ())
         if places and getattr(parameter, "ds_grad_is_ready", True):
-            time = self._seen[id(parameter)] = self._seen.get(id(parameter), -1) + 1
+            time = self._counts.get(id(parameter), 0)
+            self._counts[id(parameter)] = time + 1
             gradient = self._optimizer.get_gradient_for_reduction(parameter).detach().flatten()
             for part, place, first, count in places:
                 if time < self._times:
@@ -167,26 +169,37 @@ class GuardSlices(Protection):
 
     Args:
         settle: settles a finding of a step that is taken; returns whether what is wrong is to be put right.
+        table: returns the table of what is covered, from texts on what is within a tolerance now, by phase.
 
     Attributes:
         unclipped: the part that copies gradients which no other part changes any more.
     """
 
-    def __init__(self, training: Training, settle: Callable[[int, Finding], bool]) -> None:
-        self._settle = settle
+    def __init__(
+        self,
+        training: Training,
+        settle: Callable[[int, Finding], bool],
+        budget: GuardBudget,
+        table: Callable[[Mapping[str, str]], list[str]],
+    ) -> None:
+        self._settle, self._table = settle, table
         self._training, self._view = training, EngineView(training)
         settings, engine, view = training.settings, training.engine, self._view
         always_on, optimizer = settings.sdc.always_on, engine.optimizer
         assert always_on.slice_elements is not None, "it is asked for"
         self._host = replace(training, engine=view)
-        share = settings.sdc.budget_of(training.dims.data)
-        self.budget = CheckBudget(CheckPlan(Cadence(1), (), share), view)
-        self._agreement = StepAgreement(training.host_group)
         self._used = UsedSettings(self._host)
         sums_each = not is_bf16_optimizer(optimizer) and optimizer.partition_gradients
-        times = int(engine.gradient_accumulation_steps()) if sums_each else 1
+        times = self._times = int(engine.gradient_accumulation_steps()) if sums_each else 1
         self._checks = SliceChecks(
-            *(always_on.slice_elements, self._act, self._tell, self.budget, self._used, Checkable(times=times)),
+            *(
+                always_on.slice_elements,
+                self._act,
+                self._report_weaker,
+                budget.checks,
+                self._used,
+                Checkable(times=times),
+            ),
             names=names_of_parameters,
         )
         self._checks.on_start(self._host)
@@ -198,8 +211,7 @@ class GuardSlices(Protection):
         else:
             self._local = LocalGradients(optimizer, times)
         self.unclipped = Unclipped(self._checks)
-        self.budget.begin(self._view.step_number)
-        self._begin()
+        budget.add(self._begin)
 
     @property
     def period(self) -> int:
@@ -218,10 +230,9 @@ class GuardSlices(Protection):
     def forget(self) -> None:
         """Go on from state that was loaded, which is not what the last step left."""
         self._checks.forget()
-        self._begin()
 
-    def _begin(self) -> None:
-        self._view.step_number = self._training.step
+    def _begin(self, step: int) -> None:
+        self._view.step_number = step
         self._checks.before_step(self._host)
         if self._local is not None:
             self._local.begin(self._checks.due, self._checks.parameter_of)
@@ -237,7 +248,9 @@ class GuardSlices(Protection):
         Sync: waits for the device, likewise.
         """
         if self._local is not None:
-            self._checks.before_reduction(self._view, self._local.take())
+            if self._local.sums > self._times:
+                self._training.events.emit("sdc", "sum_not_checked", step=step, sums=self._local.sums)
+            self._checks.before_reduction(self._view, self._local.parts)
         self._view.scale = float(self._view.optimizer.loss_scale) if self._view.fp16_enabled() else 1.0
         self._checks.compare()
         return ()
@@ -251,20 +264,15 @@ class GuardSlices(Protection):
         Collective: all ranks of the world.
         """
         self._checks.after_optimizer_step(self._view)
-        self._agreement.start(self.budget.fields)
-        self._agreement.finish()
-        self.budget.end(self._host, step)
-        self.budget.begin(step + 1)
-        self._begin()
 
     def _act(self, step: int, find: Callable[[Collection[int]], Finding]) -> bool:
         found = find(self._training.suspects.ranks)
         return bool(found.rulings) and self._settle(step, found)
 
-    def _tell(self, texts: Mapping[str, str]) -> None:
+    def _report_weaker(self, texts: Mapping[str, str]) -> None:
         """Print the table of what is covered again, and write its event: checks compare less than it said."""
         self._within |= texts
-        table, events = guard_coverage(self._training, self.period, self._within), self._training.events
+        table, events = self._table(self._within), self._training.events
         events.emit_on_rank_0("sdc", "coverage", step=self._view.step_number, table=table, within=self._within)
         if events.rank == 0:
             logger.warning("coverage of silent data corruption from now on:\n%s", "\n".join(table))

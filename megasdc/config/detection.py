@@ -70,6 +70,11 @@ class StepChecksSection(Section):
         "step and the update are checked in each look, others each time until all have been; as many as the shard has, "
         "or more: what was wrong once can be repaired; null: none.",
     )
+    rows: bool = setting(
+        False,
+        "Sum the rows of one product of a linear layer (output, or gradient of input or weight) in each step that "
+        "looks, another one each time; a row that is off is computed in fp64, and names its rank.",
+    )
 
 
 class AlwaysOnSection(StepChecksSection):
@@ -91,11 +96,6 @@ class AlwaysOnSection(StepChecksSection):
     )
     finite: bool = setting(
         True, "Look for NaN and Inf in results, and name the submodule, rank and micro-batch where they appeared first."
-    )
-    rows: bool = setting(
-        False,
-        "Sum the rows of one product of a linear layer (output, or gradient of input or weight) in each step that "
-        "looks, another one each time; a row that is off is computed in fp64, and names its rank.",
     )
     tokens: bool = setting(
         True,

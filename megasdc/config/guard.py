@@ -83,8 +83,8 @@ class GuardSdcSection(Section):
     always_on: GuardAlwaysOnSection = section(GuardAlwaysOnSection)
     budget: float | None = setting(
         None,
-        "Largest share of the time of training that checks of slices may take, which how often they look follows while "
-        "the training goes on; null: 0.01, with one replica 0.02.",
+        "Largest share of the time of training that sums of rows and slices may take, which how often they look "
+        "follows while the training goes on; null: 0.01, with one replica 0.02.",
         needs=tunes("sdc.always_on.enabled"),
         gt=0,
         le=1,

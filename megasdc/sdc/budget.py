@@ -30,7 +30,8 @@ from megasdc.sdc.host import Host
 class BudgetedEngine(Protocol):
     """What a budget needs of an engine: its device, and the largest number of micro-batches of a step on a replica."""
 
-    device: torch.device
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
 
     @property
     def most_micro_batches(self) -> int: ...  # noqa: D102

@@ -797,8 +797,9 @@ class SliceChecks(Hook):
 
     def _address(self, step: int, phase: str, due: Slice, element: int, row: int | None = None) -> Address:
         """Address of the parameter that an element of a slice is in, or of one of its ``STATES``."""
-        parameter = self._slices.parameter_of(*due.at(element))
-        fqn, slot = self._names[id(parameter)]
+        group, piece = due.at(element)
+        own = f"group {group}", f"parameter {piece.parameter}"  # of one that no submodule has
+        fqn, slot = self._names.get(id(self._slices.parameter_of(group, piece)), own)
         return Address(step, None, phase, fqn, slot if row is None else f"{slot}.{STATES[row]}")
 
     def _of_sums(self, step: int) -> Finding:

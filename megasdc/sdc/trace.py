@@ -199,6 +199,22 @@ Counts = dict[str, dict[str, dict[int, int]]]
 """Number of differing results by phase, submodule and rank."""
 
 
+def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:
+    """Number of differing results of one rank, by phase and submodule; empty without any."""
+    found = {fqn: {rank: count} for fqn, count in Counter(fqns).items()}
+    return {phase: found} if found else {}
+
+
+def merge_counts(counts: Iterable[Counts]) -> Counts:
+    """Merge the counts of all ranks."""
+    merged: Counts = {}
+    for of_rank in counts:
+        for phase, submodules in of_rank.items():
+            for fqn, ranks in submodules.items():
+                merged.setdefault(phase, {}).setdefault(fqn, {}).update(ranks)
+    return merged
+
+
 def count_differing(
     traces: Mapping[int, Trace], layout: ParallelDims, wrong: Collection[int] = ()
 ) -> tuple[int, Counts]:

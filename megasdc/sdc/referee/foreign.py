@@ -140,7 +140,7 @@ def _output(call: Call, result: Tensor) -> Exhibit:
         inside = product(torch.cat((factors[0], ones), -1), torch.cat((factors[1], added), -1), result.dtype)
         return Exact(after.values, after.bounds.maximum(inside.bounds) + (after.values - inside.values).abs())
 
-    return Exhibit(rows_as_matrix(result), (left, weight, *biases), compute)
+    return Exhibit(rows_as_matrix(result), (left, weight, *biases), compute, is_product=True)
 
 
 def _turned(make: Maker) -> Maker:

@@ -40,13 +40,13 @@ from megasdc.sdc.cost import (
 from megasdc.sdc.coverage import Shape, render_coverage
 from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.referee.recompute import LINEAR
+from megasdc.sdc.rows import PRODUCTS
 from megasdc.sdc.slices import TensorExchange
 from megasdc.sdc.trace import trace_digest
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm, read_back
 from megasdc.train.build_engine import DTYPES
 from megasdc.train.detection.blocks import ring_of, sets_of
-from megasdc.train.detection.rows import PRODUCTS
 
 RATE_BYTES = 256 << 20
 """Size of the measured tensor, larger than a processor's caches."""

@@ -30,10 +30,11 @@ from megasdc.engine.observer import Listener
 from megasdc.parallel.collectives import Agreed
 from megasdc.sdc.coverage import AUDIT, GOLDEN, NOTHING
 from megasdc.sdc.finding import Finding, Suspects
-from megasdc.sdc.host import find_comparable
+from megasdc.sdc.host import Host, find_comparable
 from megasdc.sdc.incident import FAULT_FIELDS, Environment
 from megasdc.sdc.policy import choose_action, report_finding, what_to_do
 from megasdc.sdc.referee.referee import Referee
+from megasdc.sdc.rows import rule_on_rows
 from megasdc.sdc.used_settings import SETTINGS, UsedSettings
 from megasdc.sdc.verdict import NOT_REPRODUCED
 from megasdc.train.checkpointer import checkpoint_folder, mark_memory
@@ -84,6 +85,7 @@ class FindingPolicy:
     ) -> None:
         self._section = section
         self.settings = UsedSettings(run)
+        self._host: Host = run
         self._dims = run.dims
         self._group = run.host_group
         self._emit = partial(run.events.emit_on_rank_0, EVENT_KIND)
@@ -198,7 +200,9 @@ class FindingPolicy:
             found = self._findings.of_recompute(engine, evidence.repeats, recompute_micro_batch, earlier)
             again = self._act(step, found, repaired)
         if agreed.raised[ROWS] and not again and evidence.rows is not None:
-            again = self._act(step, self._findings.of_rows(engine, evidence.rows, earlier), repaired)
+            again = self._act(
+                step, rule_on_rows(self._host, step, evidence.rows, self._section.repeats, earlier), repaired
+            )
         if agreed.raised[MOVED] and not again and evidence.moved is not None:
             found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, recompute_micro_batch, earlier)
             again = self._act(step, found, repaired)

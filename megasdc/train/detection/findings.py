@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,9 @@ from megasdc.optim.zero1 import is_copied
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.finding import Finding, Suspects
-from megasdc.sdc.incident import Opinion
 from megasdc.sdc.referee.referee import Referee
-from megasdc.sdc.trace import Counts, Trace, trace_digest
+from megasdc.sdc.rows import RIGHT, Rows
+from megasdc.sdc.trace import Trace, count_by_submodule, merge_counts, trace_digest
 from megasdc.sdc.used_settings import NONE
 from megasdc.sdc.verdict import (
     FILE,
@@ -35,7 +35,6 @@ from megasdc.sdc.verdict import (
     INTERMITTENT,
     MAJORITY,
     NOT_REPRODUCED,
-    REFEREE,
     RankVerdict,
     Repeats,
     Unrepeated,
@@ -46,7 +45,6 @@ from megasdc.sdc.verdict import (
 from megasdc.sdc.vote import majority
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 from megasdc.train.detection.data_checks import BATCH, SLOT, Given, WrongPlace, WrongTokens
-from megasdc.train.detection.rows import Rows, named
 
 Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step, None: the audited one; returns the records of the audit and of the check of
@@ -135,8 +133,6 @@ class ParameterReader:
 logger = logging.getLogger(__name__)
 
 EVENT_KIND = "sdc"
-RIGHT = 0
-"""Placeholder for the checksum of a right product, which nobody computes, and of a file that cannot be read."""
 
 
 class Findings:
@@ -212,27 +208,6 @@ class Findings:
             sum(compared for _, compared, _ in found),
             merge_counts(counts for *_, counts in found),
         )
-
-    def of_rows(self, engine: TrainingEngine, rows: Rows, earlier: Collection[int]) -> Finding:
-        """Rule on products with an element that rounding does not explain; call in ``after_micro_batches``.
-
-        ``earlier``: ranks that were wrong in an earlier event of the run.
-        """
-        found = gather_objects(rows.wrong, self._group)
-        flagged = {rank: one for rank, one in enumerate(found) if one is not None}
-        for rank, one in flagged.items():
-            self._emit("finding", step=engine.step_number, tier="rows", rank=rank, address=str(one.address))
-        again = [gather_objects(rows.again(), self._group) for _ in range(self._repeats)]
-        rulings, opinions, counts = [], [], []
-        for rank, one in flagged.items():
-            first = Unrepeated(one.address, one.checksum, RIGHT)
-            pairs = [(RIGHT if (now := found[rank]) is None else now.checksum, RIGHT) for found in again]
-            ruling = judge_recomputed(rank, first, pairs, rank in earlier)
-            rulings.append(replace(ruling, basis=REFEREE, expected=None))
-            opinions.append(Opinion(one.address, {rank: False}, "", 1, named(one, rank)))
-            counts.append(count_by_submodule(one.address.phase, [one.address.fqn], rank))
-        shown = tuple(rulings), self._dims.world_size, merge_counts(counts), tuple(opinions)
-        return Finding("rows", rows.micro_batch, *shown)
 
     def of_tokens(self, engine: TrainingEngine, given: Given, earlier: Collection[int]) -> Finding:
         """Rule on micro-batches of the model that differ from the data file; each is read from the file again.
@@ -359,19 +334,3 @@ class Findings:
                 )
                 break
         return Finding("copies", None, tuple(rulings), compared=sum(len(values) for _, values in sent))
-
-
-def count_by_submodule(phase: str, fqns: Iterable[str], rank: int) -> Counts:
-    """Number of differing results of one rank, by phase and submodule; empty without any."""
-    found = {fqn: {rank: count} for fqn, count in Counter(fqns).items()}
-    return {phase: found} if found else {}
-
-
-def merge_counts(counts: Iterable[Counts]) -> Counts:
-    """Merge the counts of all ranks."""
-    merged: Counts = {}
-    for of_rank in counts:
-        for phase, submodules in of_rank.items():
-            for fqn, ranks in submodules.items():
-                merged.setdefault(phase, {}).setdefault(fqn, {}).update(ranks)
-    return merged

@@ -49,6 +49,7 @@ from megasdc.sdc.finding import Finding
 from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.referee.recompute import BETWEEN, Call, Exhibit, make_exhibit
 from megasdc.sdc.referee.referee import Referee, Subject
+from megasdc.sdc.rows import Rows, WrongRow
 from megasdc.sdc.slice_checks import Checkable, SliceChecks
 from megasdc.sdc.trace import Trace, trace_digest
 from megasdc.sdc.tracer import Tracer, choose_submodules
@@ -81,7 +82,7 @@ from megasdc.train.detection.findings import (
 )
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.observe import NonFiniteSearch, ObserverSwitch, Watch
-from megasdc.train.detection.rows import RowChecks, Rows, WrongRow
+from megasdc.train.detection.rows import RowChecks
 from megasdc.train.signals import StopSignals
 
 
@@ -413,9 +414,15 @@ class StepChecker(Hook):
                 audited, moved = self._audited.take(), self._move(engine)
             links, of_copy = self._links()
             settings = self._policy.settings.take() if self._always_on.enabled else NONE
-            rows, given = self._found_in_rows(engine), self._found_in_tokens(engine)
             evidence = Evidence(
-                *(parameters, audited, checked, moved, rows, given, settings, of_copy),
+                parameters=parameters,
+                audited=audited,
+                repeats=checked,
+                moved=moved,
+                rows=self._found_in_rows(engine),
+                given=self._found_in_tokens(engine),
+                settings=settings,
+                copy=of_copy,
                 wrong_place=None if self.place is None else self.place.in_step(engine.completed),
                 places=NONE if self.place is None else self.place.digest,
             )
@@ -616,7 +623,9 @@ class StepChecker(Hook):
             links, of_copy = self._links()
             settings = self._policy.settings.take()
             evidence = Evidence(
-                *(self._parameters.take(), Trace(), Repeats(0, 0, ())),
+                parameters=self._parameters.take(),
+                audited=Trace(),
+                repeats=Repeats(0, 0, ()),
                 settings=settings,
                 copy=of_copy,
                 wrong_place=None if self.place is None else self.place.between_steps(),

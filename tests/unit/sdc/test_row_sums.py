@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasdc.train.detection.rows import suspicion, worst_element
+from megasdc.sdc.rows import suspicion, worst_element
 
 KINDS = [torch.float32, torch.bfloat16]
 MAKERS: dict[str, Callable[..., Tensor]] = {

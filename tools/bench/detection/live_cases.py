@@ -14,7 +14,7 @@ from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, RE
 from megasdc.config.faults import COLLECTIVE, OPTIMIZER_STATE, TOKENS, FaultSpec
 from megasdc.faults.injector import Draws
 from megasdc.parallel.dims import ParallelDims
-from megasdc.train.detection.rows import PRODUCTS
+from megasdc.sdc.rows import PRODUCTS
 
 CLEAN = "clean"
 ALONE, PAIR, PAIR_GOLDEN = "one wrong of three or more", "one wrong of two", "one wrong of two, golden trace"
