@@ -46,6 +46,9 @@ megasdc_install() {
         return 0
     fi
     local quiet=(--quiet --quiet --disable-pip-version-check) pins="$root/launch/constraints.txt" present
+    if [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+        quiet+=(--no-compile) # Python compiles and keeps what is imported; pip would compile all, which nobody imports
+    fi
     present="$(megasdc_torch_in "$venv/bin/python" || true)"
     if [ -e "$venv/.megasdc_present" ] || { [ -n "$present" ] && ! compgen -G "$venv/.megasdc_*" >/dev/null; }; then
         megasdc_torch_is_permitted "$venv/bin/python" "$root" "$present" || return 1
@@ -65,6 +68,9 @@ megasdc_install() {
     # setuptools and wheel are in the environment, so that DeepSpeed builds without asking an index for them again.
     "$venv/bin/python" -m pip install "${quiet[@]}" -c "$pins" setuptools wheel || return 1
     "$venv/bin/python" -m pip install "${quiet[@]}" -c "$pins" -e "$root${extra:+[$extra]}" || return 1
+    if ! compgen -G "$venv/lib/python3*/site-packages/torch/__pycache__/*" >/dev/null; then
+        "$venv/bin/python" -c 'import megasdc.train.build' >/dev/null 2>&1 || true # or each start of who cannot write there compiles
+    fi
     printf '%s' "$wanted" >"$stamp"
 }
 

@@ -103,6 +103,7 @@ def test_the_odd_host_is_named_and_a_dead_one_too(cluster: Cluster, runs: Path, 
     assert not (out / "node2.manifest").exists()
 
 
+@pytest.mark.full  # the test above names hosts in every run
 @on_cluster
 @pytest.mark.cluster
 def test_a_host_without_the_folder_is_named(cluster: Cluster, runs: Path, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_a_host_whose_agent_and_rank_are_stopped_holds_nobody_up(tmp_path: Path,
     assert "rank 1 on node2" in said and launch.returncode in (75, 78), said
 
 
+@pytest.mark.full  # ``test_clocks.py`` has the rule in every run
 def test_dates_of_hosts_that_differ_and_jump_blame_nobody(tmp_path: Path, folder: Path) -> None:  # noqa: F811
     """Rank 0's host is two hours ahead, the other's date jumps in mid-run, and a rank there is killed: it is named."""
     raw = json.loads((folder / "config.json").read_text())

@@ -93,6 +93,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return list((folder / "run" / "checkpoints").glob("*step*/"))
 
 
+@pytest.mark.full  # ``test_supervise.py`` and ``test_memory_hosts.py`` lose hosts in every run
 def test_run_loses_a_node_and_goes_on_without_it(cluster: Cluster, folder: Path) -> None:
     """The lost node is named; with it excluded, training resumes on the others and ends with 0."""
     hostfile = ["--hostfile", str(cluster.hostfile())]

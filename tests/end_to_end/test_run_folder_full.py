@@ -96,6 +96,7 @@ def test_a_run_goes_on_while_its_folder_has_no_room(tmp_path: Path, folder: Path
         assert [one.step for one in read_events(folder / "run", kind="save", name="checkpoint")][-1] == STEPS
 
 
+@pytest.mark.full  # the folder is full for a while in every run
 def test_a_run_whose_folder_stays_full_ends_with_77_and_goes_on_from_memory(tmp_path: Path, folder: Path) -> None:  # noqa: F811
     """After the limit all ranks stop, and so does the supervisor; with room the same command ends as it should."""
     hosts = Cluster(tmp_path / "cluster", 2, env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"})

@@ -77,6 +77,7 @@ RATE = 200
 BOTH = [("node1", "node2"), ("node2", "node1")]
 
 
+@pytest.mark.full  # ``test_pair_links.py`` has the rule in every run
 def test_a_link_with_a_delay_in_one_direction_is_named(cluster: Cluster, tmp_path: Path) -> None:
     """5 ms more from one host to another: 78, from which to which, hosts healthy, and the other pairs not slow."""
     limit_rate(cluster, RATE)

@@ -138,6 +138,7 @@ def test_what_cannot_be_launched_is_refused(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.full  # over SSH a training goes on in every run
 def test_a_training_on_this_host_goes_on_by_itself(folder: Path, without_megasdc: Callable[[int], str]) -> None:
     """Without SSH, by a number of ranks, and to the bits of a training without a fault."""
     (folder / "fault_kill_1_7").touch()
