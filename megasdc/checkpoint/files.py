@@ -25,14 +25,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -94,21 +91,6 @@ def hash_file(path: Path | str, progress: Callable[[int], None] | None = None) -
             if progress is not None:
                 progress(len(piece))
     return state.hexdigest()
-
-
-@contextmanager
-def plain_path(folder: Path) -> Iterator[Path]:
-    """Yield a path of a folder without glob characters, by which DeepSpeed (0.19.8) finds its files.
-
-    If the path has brackets, stars or question marks, it is that of a temporary link to the folder.
-    """
-    if glob.escape(str(folder)) == str(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="megasdc_") as scratch:
-        link = Path(scratch) / "checkpoint"
-        link.symlink_to(folder.resolve())
-        yield link
 
 
 def delete_folder(folder: Path) -> None:

@@ -7,10 +7,9 @@ slots suffice, one for that step and one for the snapshot under way: the writer 
 snapshots. Where every step is kept a third slot gives it that time.
 
 ``find_in_memory``: the newest step of which every rank's files are found and undamaged. Files of a rank that now runs
-on another host are sent there. Each host gathers the files that its ranks need in a folder, as a checkpoint of
-node-local storage, which is loaded as any other. Wherever the files come from, they must have the digests that were
-recorded with the snapshot. For another layout a host gets the shards of which its ranks read a part (``load_states``),
-in a folder as of shared storage.
+on another host are sent there. Each host gathers the files of which its ranks load a part, at any layout, in a folder
+that is loaded as any other (``load_checkpoint``). Wherever the files come from, they must have the digests that were
+recorded with the snapshot.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.checkpoint.async_save import Snapshot, capture_engine
-from megasdc.checkpoint.files import hash_file, kind_of_file, layer_of, shards_of, stage_file, stage_number, step_folder
+from megasdc.checkpoint.files import hash_file, kind_of_file, rank_state_file, stage_file, step_folder
 from megasdc.checkpoint.host_memory import (
     GUESTS,
     HELD_FILE,
@@ -588,14 +587,9 @@ def restore(
             problem = describe_error(error, f"create {target}")
     what = f"step {found.step} cannot be restored from memory"
     raise_on_all_ranks(problem, place, what)
-    is_other = found.layout != Layout.of(dims)
     everyone = place.gather(tuple(totals))
-    plans = {}
-    for node, here in place.nodes.items():
-        needed = _needed_of_other(found, here, dims, everyone) if is_other else _needed(found, here)
-        plans[node] = _plan(here[0], needed)
-    nodes = {place.node: list(range(found.layout.world_size))} if is_other else place.nodes
-    manifest = _manifest(found, plans[place.node], nodes, None if is_other else place.node)
+    plans = {node: _plan(here[0], _needed(found, here, dims, everyone)) for node, here in place.nodes.items()}
+    manifest = _manifest(found, plans[place.node], place.node)
     try:
         _move(plans, target, place)
         if place.leader:
@@ -618,40 +612,29 @@ def _plan(leader: int, needed: Iterable[tuple[FileSource, list[str]]]) -> _Plan:
     return plan
 
 
-def _needed(found: InMemoryCheckpoint, ranks: Sequence[int]) -> Iterator[tuple[FileSource, list[str]]]:
-    """Files that these ranks need: their own, weights and stage file of their stages, and the shared state."""
-    names = _names(found)
-    for rank in ranks:
-        yield found.sources[rank], names[rank]
-    for rank in ranks:
-        of_stage = stage_file(stage_number(found.layout.dims(rank)))
-        other = _holder(found, of_stage, ranks[0])
-        yield found.sources[other], [of_stage, *(name for name in names[other] if layer_of(name) is not None)]
-    yield found.sources[_holder(found, SHARED_STATE_FILE, ranks[0])], [SHARED_STATE_FILE]
-
-
-def _needed_of_other(
+def _needed(
     found: InMemoryCheckpoint, ranks: Sequence[int], dims: ParallelDims, totals: Sequence[Sequence[int]]
 ) -> Iterator[tuple[FileSource, list[str]]]:
-    """Files of another layout that these ranks need: optimizer shards, all stage files, and the shared state.
+    """Files that these ranks load: stage files, optimizer shards, the shared state; at the same layout their own state.
 
-    If the number of stages or tensor ranks differs, they need all shards. ``totals``: number of elements of each
-    parameter group of each rank's optimizer, [rank][group].
+    ``totals``: number of elements of each parameter group of each rank's optimizer, [rank][group].
     """
     names, saved = _names(found), found.layout
-    shards: set[int] = set()
+    stages: set[int] = set()
+    writers: set[int] = set()
     for rank in ranks:
         own = dims.at(rank)
-        if (saved.tensor, saved.pipeline) != (dims.tensor, dims.pipeline):
-            shards |= set(names)
-            break
-        first = own.pp_rank * saved.data * saved.tensor + own.tp_rank
-        of_rank = shards_of(totals[rank], saved.data, dims.data, own.dp_rank)
-        shards |= {first + dp_rank * saved.tensor for dp_rank in of_rank}
-    for rank in sorted(shards):
+        shards = saved.shards_for(own, totals[rank])
+        for number in (number for numbers in saved.stages_for(own) for number in numbers):
+            pp_rank, tp_rank = divmod(number, saved.tensor)
+            stages.add(number)
+            writers |= {(pp_rank * saved.data + dp_rank) * saved.tensor + tp_rank for dp_rank in shards}
+    for rank in sorted(writers):
         yield found.sources[rank], [name for name in names[rank] if kind_of_file(name) == "optimizer"]
-    stages = {name for of_rank in names.values() for name in of_rank if kind_of_file(name) == "stages"}
-    for name in (*sorted(stages), SHARED_STATE_FILE):
+    if saved == Layout.of(dims):
+        for rank in ranks:
+            yield found.sources[rank], [rank_state_file(rank)]
+    for name in (*map(stage_file, sorted(stages)), SHARED_STATE_FILE):
         yield found.sources[_holder(found, name, ranks[0])], [name]
 
 
@@ -730,8 +713,8 @@ def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup |
         raise OSError(f"{told.name} did not arrive as it was sent")
 
 
-def _manifest(found: InMemoryCheckpoint, plan: _Plan, nodes: dict[str, list[int]], node: str | None) -> Manifest:
-    """Manifest of a restored folder; ``node``: the host whose files it has; None: it has those of all ranks."""
+def _manifest(found: InMemoryCheckpoint, plan: _Plan, node: str) -> Manifest:
+    """Manifest of the folder restored on a host, which has files of any ranks."""
     record: SlotManifest = found.sources[0].held.record
     names = {**plan.links, **plan.sent}
     files = [
@@ -755,9 +738,9 @@ def _manifest(found: InMemoryCheckpoint, plan: _Plan, nodes: dict[str, list[int]
         time=record.time,
         layout=found.layout,
         world_size=found.layout.world_size,
-        storage="shared" if node is None else "node_local",
-        nodes=nodes,
-        node=node,
+        storage="shared",
+        nodes={node: list(range(found.layout.world_size))},
+        node=None,
         engine=record.engine,
         versions=record.versions,
         files=sorted_records(files),

@@ -26,7 +26,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import pairwise
@@ -51,6 +51,7 @@ from megasdc.checkpoint.files import (
     layer_of,
     list_steps,
     parameter_of,
+    shards_of,
     step_folder,
 )
 from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_record, write_record
@@ -237,6 +238,25 @@ class Layout(Record):
     def dims(self, rank: int) -> ParallelDims:
         """Position of a rank in the layout."""
         return ParallelDims(self.tensor, self.pipeline, self.data, rank)
+
+    def stages_for(self, dims: ParallelDims) -> list[list[int]]:
+        """Numbers of the stage files of which a rank of any layout loads some, by stage: of its tensor rank, or all.
+
+        They are its own alone where stages and tensor ranks are as many as in its layout.
+        """
+        if self.tensor != dims.tensor:
+            return [[stage * self.tensor + rank for rank in range(self.tensor)] for stage in range(self.pipeline)]
+        stages = [dims.pp_rank] if self.pipeline == dims.pipeline else range(self.pipeline)
+        return [[stage * self.tensor + dims.tp_rank] for stage in stages]
+
+    def shards_for(self, dims: ParallelDims, totals: Sequence[int]) -> set[int]:
+        """Data ranks of whose optimizer shards, of each stage file of ``stages_for``, a rank of any layout loads some.
+
+        At least one. ``totals``: number of elements of each of the rank's parameter groups, over all replicas.
+        """
+        if (self.tensor, self.pipeline) != (dims.tensor, dims.pipeline):
+            return set(range(self.data))
+        return shards_of(totals, self.data, dims.data, dims.dp_rank)
 
     def __str__(self) -> str:
         return f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}"

@@ -2,7 +2,8 @@
 
 A ``View`` is of any format; opening one reads only the metadata that locates tensors, so it is small however large the
 checkpoint is. A ``Copy`` of a logical tensor is made of ``Piece``s: locations of its elements, and the rank that wrote
-them. ``open_deepspeed`` opens that of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1.
+them. ``open_deepspeed`` opens that of a checkpoint of DeepSpeed's pipeline engine with ZeRO-1. ``locate_states`` and
+``locate_universal`` locate what one rank loads, for ``megasdc.checkpoint.load``.
 
 Weights: one file per pipeline layer and tensor rank. Master weights and moments: the parameters of a stage are
 concatenated into one flat tensor per group, padded (``shard_elements``); each rank has one contiguous shard. Offsets
@@ -14,9 +15,10 @@ rank's master weights without the padding.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +29,11 @@ from torch import Tensor
 
 from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import (
+    UNIVERSAL_OPTIMIZER,
     find_prefix,
     hash_file,
     layer_file,
+    parameter_file,
     rank_state_file,
     shard_elements,
     shard_file,
@@ -38,7 +42,9 @@ from megasdc.checkpoint.files import (
 from megasdc.checkpoint.manifest import (
     SHARED_STATE_FILE,
     FileRecord,
+    Layout,
     Manifest,
+    UniversalManifest,
     counters_of,
     model_of,
     parse_type,
@@ -49,7 +55,10 @@ from megasdc.checkpoint.manifest import (
 from megasdc.checkpoint.tensor_files import Arrangement, Extent, ExtentReader, OpenCopy, Places, StateFiles
 from megasdc.checkpoint.verify import find_missing
 from megasdc.common.errors import CheckpointError
+from megasdc.config.model import ModelSection
 from megasdc.model.sharding import TIED_EMBEDDING, Split, parameter_splits, split_name, torch_name
+from megasdc.optim.zero1 import Fragment
+from megasdc.parallel.dims import ParallelDims
 from megasdc.tensors.bits import dtype_name
 
 
@@ -185,8 +194,10 @@ def whole_shape(local: tuple[int, ...], split: Split, tensor: int) -> tuple[int,
 GLOBAL_GENERATORS = "/random generators"
 """Suffix of names of scalars that stand for the global generators of a rank."""
 Slot = Literal["weight", "master", "exp_avg", "exp_avg_sq", "scalar"]
-TENSOR_SLOTS: tuple[Slot, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
-"""Weights that the model computes with; the optimizer's master weights, first and second moment."""
+OPTIMIZER_SLOTS: tuple[Slot, ...] = ("master", "exp_avg", "exp_avg_sq")
+"""The optimizer's master weights, first and second moment."""
+TENSOR_SLOTS: tuple[Slot, ...] = ("weight", *OPTIMIZER_SLOTS)
+"""Weights that the model computes with, and the optimizer's states."""
 
 
 @dataclass(frozen=True)
@@ -321,17 +332,24 @@ def shard_fragments(shapes: dict[str, torch.Size], replicas: int) -> tuple[int, 
 
 
 def locate_shards(
-    files: StateFiles, shards: Sequence[tuple[Path, WriterRank]], group: int, shapes: dict[str, torch.Size]
+    files: StateFiles,
+    shards: Sequence[tuple[Path, WriterRank]],
+    group: int,
+    shapes: dict[str, torch.Size],
+    needed: Collection[int] | None = None,
 ) -> tuple[dict[tuple[str, Slot], tuple[Piece, ...]], dict[str, Scalar]]:
     """Locate master weights and moments of a group of a stage's parameters; also step and learning rate of each rank.
 
     ``shards``: file and writer of each shard, by dp rank; ``shapes``: shapes of the group's parameters on this stage
-    and tensor rank, in order. CheckpointError if the map in a file is none that ZeRO-1 makes.
+    and tensor rank, in order; ``needed``: dp ranks whose files are opened, None: all. CheckpointError if the map in a
+    file is none that ZeRO-1 makes.
     """
     laid = shard_fragments(shapes, len(shards))
     found: dict[tuple[str, Slot], list[Piece]] = {}
     scalars: dict[str, Scalar] = {}
     for dp_rank, (file, owner) in enumerate(shards):
+        if needed is not None and dp_rank not in needed:
+            continue
         scalars |= _shard_scalars(files, file, owner, group)
         for name, slot, piece in _shard_pieces(files, file, owner, group, dp_rank, laid):
             found.setdefault((name, slot), []).append(piece)
@@ -463,33 +481,92 @@ def open_deepspeed(path: Path) -> View:
 
 
 @dataclass(frozen=True)
-class States:
-    """Locations of the optimizer's states in a checkpoint.
+class Origin:
+    """Elements of a checkpoint from which a rank fills its part of a parameter's state.
 
-    Attributes:
-        copies: copies of each parameter's state, by parameter name in a pipeline with backend ``torch`` and slot.
-        shapes: unsharded shape of every parameter of the model, by its name in the pipeline.
-        stage: content of the file of the first stage.
-        files: open files through which the states are read.
+    ``copy``: a run of the rank's own shard, flat, or the whole parameter; ``first``: index in the shard of the copy's
+    first element; ``split``: division of a whole parameter among the tensor ranks, REPLICATED: it is the shard.
     """
 
-    copies: dict[tuple[str, Slot], list[Copy]]
+    copy: Copy
+    first: int = 0
+    split: Split = Split.REPLICATED
+
+
+@dataclass(frozen=True)
+class States:
+    """Locations of what a rank loads: of its parameters, its optimizer's states, and everything else.
+
+    Attributes:
+        origins: origin of each state of the rank's parameters, by name in the pipeline and slot.
+        shapes: shape of every parameter that is located, by its name in the pipeline.
+        is_whole: whether ``shapes`` are unsharded, not those of a tensor rank's shards.
+        stage: content of a stage file: counters and learning rate schedule.
+        optimizer: state of the optimizer other than tensors of the model, with ``base_optimizer_state``: settings and
+            values of each parameter group.
+    """
+
+    origins: dict[tuple[str, Slot], Origin]
     shapes: dict[str, list[int]]
+    is_whole: bool
     stage: dict[str, Any]
-    files: StateFiles
+    optimizer: dict[str, Any]
 
 
-def locate_states(path: Path, names: Collection[str]) -> States:
-    """Locate master weights and moments of some parameters; files of other states may be missing.
+def locate_states(path: Path, dims: ParallelDims, fragments: Mapping[str, Fragment]) -> States:
+    """Locate what a rank loads of a checkpoint of any layout; only files that hold some of it are opened.
 
     Args:
         path: folder of the checkpoint.
-        names: names of the parameters in the pipeline.
+        dims: position of the rank in its own layout.
+        fragments: parts of parameters that it owns, by name in the pipeline.
 
     Raises:
-        CheckpointError: as ``open_deepspeed``.
+        CheckpointError: manifest, ``megasdc.json`` or a file cannot be read, or parameters are elsewhere than expected.
     """
-    return _Opening(path).states(names)
+    return _Opening(path).states(dims, fragments)
+
+
+def locate_universal(
+    path: Path, manifest: UniversalManifest, model: ModelSection, dims: ParallelDims, groups: Sequence[Sequence[str]]
+) -> States:
+    """Locate what a rank loads of a universal checkpoint.
+
+    Args:
+        model: model section of the run that it was made from.
+        dims: position of the rank in its own layout.
+        groups: names in the pipeline of the rank's parameters, by parameter group.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    files, origins = StateFiles(), {}
+    splits = parameter_splits(model) if dims.tensor > 1 else {}
+    for name in (name for names in groups for name in names if name in manifest.parameters):
+        shape = tuple(manifest.parameters[name])
+        split = splits.get(name, Split.REPLICATED)
+        for slot in UNIVERSAL_STATES:
+            piece = replace(universal_piece(files, path, name, slot, shape), dtype=None)
+            origins[name, slot] = Origin(Copy(shape, ((piece,),)), split=split)
+    try:
+        stage, _ = read_stage(files, path / stage_file(), WriterRank(), 0, 0)
+        optimizer = files.load(path / UNIVERSAL_OPTIMIZER)
+        steps = [path / parameter_file(names[0], "step") for names in groups]
+        values = {index: {"step": load_checked(file)} if file.exists() else {} for index, file in enumerate(steps)}
+        base = {"param_groups": optimizer["param_groups"], "state": values}
+    except (OSError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    return States(origins, manifest.parameters, True, stage, {**optimizer, "base_optimizer_state": base})
+
+
+UNIVERSAL_STATES: dict[Slot, str] = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Names of a parameter's files in a universal checkpoint, by slot."""
+
+
+def universal_piece(files: StateFiles, path: Path, name: str, slot: Slot, shape: tuple[int, ...]) -> Piece:
+    """The file of one state of a parameter in a universal checkpoint, unsharded; ``name``: its name in the pipeline."""
+    file = path / parameter_file(name, UNIVERSAL_STATES[slot])
+    return Piece(file, WriterRank(), prod(shape), partial(files.tensor, file, "param"), 0, shape, torch.float32)
 
 
 def shared_scalars(path: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
@@ -516,18 +593,24 @@ class _Opening:
         for other in read_other_nodes(path):
             _same_save(path, manifest, other)
             self.records |= other.by_name()
-        if manifest.storage == "node_local" and (lacking := find_missing(path, manifest, set(self.records))):
-            raise CheckpointError("; ".join(lacking))
-        self.scalars, state = shared_scalars(path)
-        self.real_rows = int(state["vocab_size"]) if state.get("vocab_size") else None
-        model = model_of(state, path)
-        self.splits = {torch_name(name): split for name, split in parameter_splits(model).items()}
         self.prefix = find_prefix(self.records)
+        self.scalars: dict[str, Scalar] = {}
         self.copies: dict[tuple[str, Slot], list[Copy]] = {}
         self.problems: list[str] = []
 
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """Split of every parameter, by its name with backend ``torch``."""
+        model = model_of(read_shared_state(self.path), self.path)
+        return {torch_name(name): split for name, split in parameter_splits(model).items()}
+
     def view(self) -> View:
         """The complete view."""
+        manifest = self.manifest
+        if manifest.storage == "node_local" and (lacking := find_missing(self.path, manifest, set(self.records))):
+            raise CheckpointError("; ".join(lacking))
+        self.scalars, state = shared_scalars(self.path)
+        real_rows = int(state["vocab_size"]) if state.get("vocab_size") else None
         for pp_rank in range(self.layout.pipeline):
             stages = [self._stage(pp_rank, tp_rank) for tp_rank in range(self.layout.tensor)]
             self._add_weights(stages[0]["param_shapes"], pp_rank)
@@ -541,7 +624,7 @@ class _Opening:
             layout=str(self.layout),
             slots=("weight", "master", "exp_avg", "exp_avg_sq", "scalar"),
             entries={
-                key: Entry(tuple(copies), self.real_rows if self.splits[key[0]] is Split.VOCABULARY else None)
+                key: Entry(tuple(copies), real_rows if self.splits[key[0]] is Split.VOCABULARY else None)
                 for key, copies in self.copies.items()
             },
             scalars=self.scalars,
@@ -550,19 +633,93 @@ class _Opening:
             save_id=self.manifest.save_id,
         )
 
-    def states(self, names: Collection[str]) -> States:
-        """Locations of the states of some parameters; ``names``: their names in the pipeline."""
+    def states(self, dims: ParallelDims, fragments: Mapping[str, Fragment]) -> States:
+        """Locations of what a rank loads; see ``locate_states``."""
+        stages = self.layout.stages_for(dims)
+        as_here = self.layout == Layout.of(dims)
+        is_whole = self.layout.tensor != dims.tensor
+        origins: dict[tuple[str, Slot], Origin] = {}
         shapes: dict[str, list[int]] = {}
         first: dict[str, Any] = {}
-        for pp_rank in range(self.layout.pipeline):
-            stages = [self._stage(pp_rank, tp_rank) for tp_rank in range(self.layout.tensor)]
-            first = first or stages[0]
-            for group, of_group in enumerate(stages[0]["param_shapes"]):
-                for name, local in of_group.items():
-                    shapes[name] = list(whole_shape(tuple(local), self._split(name), self.layout.tensor))
-                if not of_group.keys().isdisjoint(names):
-                    self._add_states([stage["param_shapes"][group] for stage in stages], pp_rank, group)
-        return States(self.copies, shapes, first, self.files)
+        for numbers in stages:
+            contents = [self._stage(*divmod(number, self.layout.tensor)) for number in numbers]
+            first = first or contents[0]
+            for group, of_group in enumerate(contents[0]["param_shapes"]):
+                for name, shape in of_group.items():
+                    split = self._split(name) if is_whole else Split.REPLICATED
+                    shapes[name] = list(whole_shape(tuple(shape), split, self.layout.tensor))
+                if not of_group.keys().isdisjoint(fragments) and not as_here:
+                    of_ranks = [content["param_shapes"][group] for content in contents]
+                    found = self._origins(dims, numbers, group, of_ranks)
+                    origins = found | origins if not dims.is_last_stage else origins | found  # a tied one is in two
+        shards = self.layout.shards_for(dims, [sum(map(prod, of.values())) for of in first["param_shapes"]])
+        file = self.path / shard_file(min(shards), stages[0][0], self.prefix)
+        try:
+            optimizer = self.files.load(file)["optimizer_state_dict"]
+            if as_here:
+                origins = {key: origin for one in fragments.items() for key, origin in self._own(file, optimizer, *one)}
+        except (FileNotFoundError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file} does not say which parameters it has: {error!r}") from error
+        return States(origins, shapes, is_whole, first, optimizer)
+
+    def _own(
+        self, file: Path, optimizer: dict[str, Any], name: str, fragment: Fragment
+    ) -> Iterator[tuple[tuple[str, Slot], Origin]]:
+        """Yield the origin of each state of a fragment in the file of the rank that had this one's place in the layout.
+
+        The parameters are where they are here, however ZeRO-1 was configured to lay them.
+        """
+        group = fragment.group
+        address = optimizer["param_slice_mappings"][group].get(name)
+        is_there = address is not None and (address.start, address.numel) == (fragment.start, fragment.numel)
+        holds = "" if is_there else f"{name} elsewhere than this run does"
+        state = ("base_optimizer_state", "state", group)
+        for slot in OPTIMIZER_SLOTS:
+            keys = ("single_partition_of_fp32_groups", group) if slot == "master" else (*state, slot)
+            stored = partial(self.files.tensor, file, "optimizer_state_dict", *keys)
+            piece = Piece(file, WriterRank(), fragment.numel, stored, fragment.start, holds=holds)
+            yield (name, slot), Origin(Copy((fragment.numel,), ((piece,),)), fragment.offset)
+
+    def _origins(
+        self, dims: ParallelDims, stages: Sequence[int], group: int, shapes_of: list[dict[str, torch.Size]]
+    ) -> dict[tuple[str, Slot], Origin]:
+        """Origins of the states of one group of a stage's parameters, by the layout that ZeRO-1 gives them.
+
+        ``stages``: numbers of the stage files of the tensor ranks that are read; ``shapes_of``: shapes of the group's
+        parameters on each of them.
+        """
+        total = sum(map(prod, shapes_of[0].values()))
+        needed = sorted(self.layout.shards_for(dims, [total]))
+        start = needed[0] * shard_elements(total, self.layout.data)
+        begins = dict(zip(shapes_of[0], accumulate(map(prod, shapes_of[0].values()), initial=0), strict=False))
+        of_ranks = [
+            self._shards(*divmod(number, self.layout.tensor), group, shapes, needed)
+            for number, shapes in zip(stages, shapes_of, strict=True)
+        ]
+        found: dict[tuple[str, Slot], Origin] = {}
+        for name, slot in of_ranks[0]:
+            split = self._split(name) if self.layout.tensor != dims.tensor else Split.REPLICATED
+            shards = tuple(of_rank[name, slot] for of_rank in of_ranks)
+            if split is Split.REPLICATED:
+                numel = sum(piece.numel for piece in shards[0])
+                found[name, slot] = Origin(Copy((numel,), (shards[0],)), max(0, start - begins[name]))
+            else:
+                shape = whole_shape(tuple(shapes_of[0][name]), split, self.layout.tensor)
+                found[name, slot] = Origin(Copy(shape, shards, split), split=split)
+        return found
+
+    def _shards(
+        self, pp_rank: int, tp_rank: int, group: int, shapes: dict[str, torch.Size], needed: Collection[int] | None
+    ) -> dict[tuple[str, Slot], tuple[Piece, ...]]:
+        """Pieces of master weights and moments of one group of a stage's parameters on one tensor rank."""
+        stage = pp_rank * self.layout.tensor + tp_rank
+        replicas = [
+            (self.path / shard_file(dp_rank, stage, self.prefix), self._owner(pp_rank, dp_rank, tp_rank))
+            for dp_rank in range(self.layout.data)
+        ]
+        found, scalars = locate_shards(self.files, replicas, group, shapes, needed)
+        self.scalars |= scalars
+        return found
 
     def _split(self, name: str) -> Split:
         fqn = torch_name(name)
@@ -611,14 +768,7 @@ class _Opening:
         """Add master weights and moments of one group of a stage's parameters."""
         pieces: dict[tuple[str, Slot], list[tuple[Piece, ...]]] = {}
         for tp_rank, shapes in enumerate(shapes_of):
-            stage = pp_rank * self.layout.tensor + tp_rank
-            replicas = [
-                (self.path / shard_file(dp_rank, stage, self.prefix), self._owner(pp_rank, dp_rank, tp_rank))
-                for dp_rank in range(self.layout.data)
-            ]
-            found, scalars = locate_shards(self.files, replicas, group, shapes)
-            self.scalars |= scalars
-            for key, shard in found.items():
+            for key, shard in self._shards(pp_rank, tp_rank, group, shapes, None).items():
                 pieces.setdefault(key, []).append(shard)
         for (name, slot), shards in pieces.items():
             self._add(name, slot, tuple(shapes_of[0][name]), shards)

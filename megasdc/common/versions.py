@@ -326,15 +326,9 @@ OWNERS = (
     ),
     NameOwner(
         "deepspeed.runtime.engine:DeepSpeedEngine",
-        "saving and loading checkpoints",
-        names=(
-            *("_get_ckpt_name", "_get_all_ckpt_names", "_get_zero_ckpt_name", "_copy_recovery_script"),
-            "load_universal_checkpoint",
-        ),
-        mentioned=(
-            *("_get_ckpt_name", "_get_all_ckpt_names", "_get_zero_ckpt_name", "_copy_recovery_script"),
-            *("checkpoint_engine", "mp_world_size", "_config"),
-        ),
+        "saving checkpoints",
+        names=("_copy_recovery_script",),
+        mentioned=("_copy_recovery_script", "checkpoint_engine"),
     ),
     NameOwner(
         "deepspeed.runtime.engine:DeepSpeedEngine",
@@ -378,16 +372,6 @@ OWNERS = (
         "copies in fp64 of a guarded model's own layers",
         mentioned=("_non_persistent_buffers_set",),
         used_by=GUARD,
-    ),
-    NameOwner(
-        "deepspeed.runtime.engine:DeepSpeedEngine.load_universal_checkpoint",
-        "loading universal checkpoints",
-        mentioned=("_config", "load_universal_checkpoint"),
-    ),
-    NameOwner(
-        "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
-        "weights that equal the fp32 copies after a resume",
-        mentioned=("update_lp_params",),
     ),
     NameOwner(
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megasdc.checkpoint.host_memory import memory_folder
@@ -19,7 +18,6 @@ from megasdc.checkpoint.load import (
     LoadedInPartError,
     OpenUniversal,
     load_checkpoint,
-    load_states,
     load_universal,
     open_universal,
     place_steps,
@@ -31,18 +29,10 @@ from megasdc.checkpoint.manifest import (
     read_shared_state,
     uncounted_samples,
 )
-from megasdc.checkpoint.ranks import (
-    CheckpointGroup,
-    FolderRanks,
-    RankProblem,
-    describe_error,
-    find_place,
-    raise_on_all_ranks,
-)
+from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint, find_checkpoint, quarantine
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
-from megasdc.config.deepspeed import precision_of
 from megasdc.config.load import RunConfig
 from megasdc.config.sections import StudySection
 from megasdc.data.manifest import DataManifest
@@ -228,90 +218,39 @@ def _load(
     study: StudySection | None,
     leave: Callable[[], object],
 ) -> dict[str, Any]:
-    """Load a checkpoint and restore everything besides the engine; returns states of the hooks by their names.
+    """Load a checkpoint of any layout and restore everything besides the engine; returns hooks' states by their names.
+
+    The random generators go on where the layout is the same, and are seeded by ``seed_generators`` where it is another.
 
     Args:
         leave: called once the checkpoint is loaded, to quarantine others.
     """
-    if found.manifest.layout != Layout.of(run.dims):
-        hooks = load_other_layout(run, config, found, leave)
-        run.skipped_checkpoint_steps = set(found.skipped) - set(found.candidates)
-        _cut_metrics_back(run)
-        return hooks
-    changed = ChangedSettings(run.engine, config, study)
-    data = found.manifest.layout.data
+    layout, started = found.manifest.layout, time.monotonic()
+    is_same = layout == Layout.of(run.dims)
+    changed = ChangedSettings(run.engine, config, study if is_same else None)
 
     def check(saved: dict[str, Any]) -> None:
-        changed.check(saved, data)
-        check_skipped_samples(saved, config)
+        changed.check(saved, layout.data, universal=not is_same)
+        _move_loader(run, config, saved)
+        if not is_same:
+            _check_tokenizer(config, saved)
 
     loaded = load_checkpoint(run.engine, found, run.dims, ranks, check=check)
     leave()
+    seconds = time.monotonic() - started
     run.skipped_checkpoint_steps = set(found.skipped) - set(found.candidates)
-    state = loaded.shared_state
-    restore_counters(run, state)
-    run.loader.move_to(state["loader"])
-    prolong_stream(run)
-    restore_rng(loaded.rank_state["rng"])
-    changed.apply(run)
-    _cut_metrics_back(run)
-    if run.dims.rank == 0:
-        logger.info("resumed from %s", found.path)
-        log_other_versions(run, found.manifest.versions)
-        log_quantized(run, found.manifest.quantized_moments_bits)
-    return changed.hook_states(state["hooks"])
-
-
-def _cut_metrics_back(run: Run) -> None:
+    hooks = _carry_over(run, config, changed, loaded.shared_state, loaded.rank_state)
     if run.dims.rank == 0:
         dropped = cut_back(run.folder, run.step)
         run.events.emit("resume", "metrics_cut_back", step=run.step, lines=dropped)
-
-
-def load_other_layout(
-    run: Run, config: RunConfig, found: SelectedCheckpoint, leave: Callable[[], object]
-) -> dict[str, Any]:
-    """Go on from a checkpoint of another layout; returns states of the hooks by their names.
-
-    Each rank reads what it needs of the files. The same state is carried over as by ``start_from_universal``.
-
-    Args:
-        found: the checkpoint; the files that this rank needs must be on its host.
-        leave: called once the checkpoint is loaded, to quarantine others.
-
-    Raises:
-        CheckpointError: it is of another model, or cannot be read; on all ranks.
-
-    Collective: all ranks of the world.
-    """
-    place, started = find_place(CheckpointGroup("shared", run.host_group)), time.monotonic()
-    state: dict[str, Any] = {}
-    problem: RankProblem | None = None
-    try:
-        state = read_shared_state(found.path)
-    except (CheckpointError, ValueError, OSError) as error:
-        problem = describe_error(error, f"read {found.path}")
-    raise_on_all_ranks(problem, place, f"{found.path} has another layout, and cannot be used")
-    precision = precision_of(state["config"])
-
-    def load() -> None:
-        load_states(run.engine, found.path, found.manifest, precision, place)
-
-    hooks = _go_on(run, config, _Source(found.path, found.manifest.layout, state, place, load))
-    leave()
-    if place.rank == 0:
-        seconds = time.monotonic() - started
-        logger.info("resumed from %s, saved with %s; read in %.1f s", found.path, found.manifest.layout, seconds)
+        if is_same:
+            logger.info("resumed from %s", found.path)
+            log_other_versions(run, found.manifest.versions)
+        else:
+            logger.info("resumed from %s, saved with %s; read in %.1f s", found.path, layout, seconds)
+            fields: dict[str, Any] = {"saved_layout": str(layout), "layout": str(run.dims), "seconds": seconds}
+            run.events.emit("resume", "other_layout", step=run.step, path=str(found.path), **fields)
         log_quantized(run, found.manifest.quantized_moments_bits)
-        run.events.emit(
-            "resume",
-            "other_layout",
-            step=run.step,
-            path=str(found.path),
-            saved_layout=str(found.manifest.layout),
-            layout=str(run.dims),
-            seconds=seconds,
-        )
     return hooks
 
 
@@ -325,65 +264,65 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     Raises:
         CheckpointError: it is damaged or of another model, or something in it cannot be carried over and is not named
             in ``checkpoint.universal_without``; on all ranks.
-
-    Collective: all ranks of the world.
     """
     section = config.megasdc.checkpoint
+    without = section.universal_without
     found = open_universal(folder, CheckpointGroup(section.storage, run.host_group), verify=section.verify)
+    changed = ChangedSettings(run.engine, config, None)
 
-    def load() -> None:
-        load_universal(run.engine, found)
+    def check(saved: dict[str, Any]) -> None:
+        changed.check(saved, found.manifest.source_layout.data, universal=True)
+        _check_tokenizer(config, saved)
+        try:
+            if "loader" not in without:
+                if wrong := find_wrong_place(saved):
+                    raise CheckpointError(wrong)
+                _move_loader(run, config, saved)
+        except CheckpointError as error:
+            hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
+            raise CheckpointError(f"{error}; {hint}") from error
 
-    source = _Source(found.path, found.manifest.source_layout, found.shared_state, found.place, load)
-    hooks = _go_on(run, config, source, section.universal_without)
+    load_universal(run.engine, found, run.dims, check=check)
+    state = found.shared_state
+    begun_again = {"uncounted_samples": -state["samples"]} if "loader" in without else {}
+    hooks = _carry_over(run, config, changed, {**state, **begun_again}, {})
     if run.dims.rank == 0:
         _tell_universal(run, config, found)
-    return {} if "hooks" in section.universal_without else hooks
+    return {} if "hooks" in without else hooks
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Checkpoint of any layout from which a run goes on.
+def _move_loader(run: Run, config: RunConfig, saved: dict[str, Any]) -> None:
+    """Continue the data where a shared state says; CheckpointError if they are other data."""
+    run.loader.move_to(saved["loader"])
+    check_skipped_samples(saved, config)
+
+
+def _check_tokenizer(config: RunConfig, saved: dict[str, Any]) -> None:
+    """CheckpointError if the data were prepared with another tokenizer than those of a shared state."""
+    data = config.megasdc.data.path
+    before, now = saved.get("tokenizer_checksum"), DataManifest.load(data).tokenizer.checksum
+    if before not in (None, now):
+        raise CheckpointError(
+            f"it was trained with a tokenizer of checksum {before}, {data} was prepared with {now}; give data of the "
+            "same tokenizer"
+        )
+
+
+def _carry_over(
+    run: Run, config: RunConfig, changed: ChangedSettings, state: dict[str, Any], rank_state: dict[str, Any]
+) -> dict[str, Any]:
+    """Restore what every resume carries over besides engine and loader; returns states of the hooks by their names.
 
     Args:
         state: shared state of the checkpoint.
-        load: loads weights, moments, learning rate schedule and counters into the engine.
+        rank_state: this rank's own; empty: another layout saved, and the random generators are seeded anew.
     """
-
-    path: Path
-    layout: Layout
-    state: dict[str, Any]
-    place: FolderRanks
-    load: Callable[[], None]
-
-
-def _go_on(run: Run, config: RunConfig, source: _Source, without: Collection[str] = ()) -> dict[str, Any]:
-    """Carry over everything but the parts named in ``without``; returns states of the hooks by their names."""
-    dims, state = run.dims, source.state
-    changed = ChangedSettings(run.engine, config, None)
-    problem = changed.problem_of(state, source.layout.data)
-    raise_on_all_ranks(problem, source.place, f"{source.path} cannot be used, nothing was changed")
-    try:
-        if "loader" not in without:
-            if wrong := find_wrong_place(state):
-                raise CheckpointError(wrong)
-            run.loader.move_to(state["loader"])
-            check_skipped_samples(state, config)
-    except CheckpointError as error:
-        hint = 'or name "loader" in megasdc.checkpoint.universal_without to start again at the first sample'
-        problem = RankProblem(f"{error}; {hint}", storage=False)
-    data = config.megasdc.data.path
-    saved, now = state.get("tokenizer_checksum"), DataManifest.load(data).tokenizer.checksum
-    if saved not in (None, now):
-        text = f"it was trained with a tokenizer of checksum {saved}, {data} was prepared with {now}"
-        problem = RankProblem(f"{text}; give data of the same tokenizer", storage=False)
-    what = f"{source.path} cannot continue with this data, nothing was changed"
-    raise_on_all_ranks(problem, source.place, what)
-    source.load()
-    begun_again = {"uncounted_samples": -state["samples"]} if "loader" in without else {}
-    restore_counters(run, {**state, **begun_again})
+    restore_counters(run, state)
     prolong_stream(run)
-    seed_generators(config.megasdc.training.seed, run.step, dims.rank)
+    if rank_state:
+        restore_rng(rank_state["rng"])
+    else:
+        seed_generators(config.megasdc.training.seed, run.step, run.dims.rank)
     changed.apply(run)
     return changed.hook_states(state["hooks"])
 
@@ -525,14 +464,6 @@ class ChangedSettings:
         if refused := [change for change in changes if not may_change(change, self._config.allow_changed, universal)]:
             raise CheckpointError(explain_refusal(refused))
         self.changes = changes
-
-    def problem_of(self, saved: Mapping[str, Any], data: int) -> RankProblem | None:
-        """Problem of the changes that `check` refuses for a universal checkpoint; None: it refuses none."""
-        try:
-            self.check(saved, data, universal=True)
-        except CheckpointError as error:
-            return RankProblem(str(error), storage=False)
-        return None
 
     def apply(self, run: Run) -> None:
         """Apply the changes from the next step on, and report them; call when the checkpoint is loaded."""

@@ -39,7 +39,14 @@ class Run:
     """An engine with its data stream, as a training loop would hold them."""
 
     def __init__(
-        self, tensor: int = 1, pipeline: int = 1, dtype: str = "fp32", width: int = 8, layers: int = 4, seed: int = 1
+        self,
+        tensor: int = 1,
+        pipeline: int = 1,
+        dtype: str = "fp32",
+        width: int = 8,
+        layers: int = 4,
+        seed: int = 1,
+        zero: dict[str, Any] | None = None,
     ) -> None:
         from deepspeed.pipe import LayerSpec, PipelineModule
         from deepspeed.runtime.config import DeepSpeedConfig
@@ -63,7 +70,7 @@ class Run:
                 "type": "WarmupCosineLR",
                 "params": {"total_num_steps": 100, "warmup_num_steps": 2},
             },
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": 1, **(zero or {})},
             "gradient_clipping": 1.0,
         }
         if dtype == "bf16":

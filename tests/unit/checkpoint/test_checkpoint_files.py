@@ -300,13 +300,3 @@ def test_checkpoints_that_were_moved_aside_are_listed(tmp_path: Path) -> None:
     assert files.list_replaced(tmp_path / "none") == []
     files.remove_leftovers(tmp_path)
     assert files.list_steps(tmp_path) == [2, 4]
-
-
-@pytest.mark.parametrize("name", ["plain", "[a]", "a*", "a?"])
-def test_a_path_with_glob_characters_is_read_through_a_link(tmp_path: Path, name: str) -> None:
-    """Any other is itself, without a link."""
-    (folder := tmp_path / name).mkdir()
-    (folder / "file").touch()
-    with files.plain_path(folder) as path:
-        assert [one.name for one in path.parent.glob(f"{path.name}/*")] == ["file"]
-        assert (path == folder) == (name == "plain")

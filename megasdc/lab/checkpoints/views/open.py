@@ -31,7 +31,6 @@ from megasdc.checkpoint.files import (
     explain_folder,
     find_prefix,
     kind_of,
-    parameter_file,
     shard_file,
     stage_file,
 )
@@ -39,6 +38,7 @@ from megasdc.checkpoint.hf_shards import HfShards, read_model_json, section_of
 from megasdc.checkpoint.manifest import Layout, model_of, read_universal_manifest
 from megasdc.checkpoint.tensor_files import Extent, StateFiles, locate_tensors, read_whole
 from megasdc.checkpoint.views import (
+    UNIVERSAL_STATES,
     Copy,
     Entry,
     Piece,
@@ -51,6 +51,7 @@ from megasdc.checkpoint.views import (
     open_deepspeed,
     read_stage,
     shared_scalars,
+    universal_piece,
     value_text,
 )
 from megasdc.common.errors import CheckpointError, ConfigError
@@ -60,7 +61,6 @@ from megasdc.model.hf.fields import model_fields, vocabulary
 from megasdc.model.hf.tensors import Form, TensorMapping, hf_shapes, num_pipeline_layers, rules, shape_of_ours, to_ours
 from megasdc.model.sharding import Split, parameter_splits, split_name, torch_name
 
-_UNIVERSAL_FILES: dict[Slot, str] = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -80,11 +80,10 @@ def open_universal_view(path: Path) -> View:
     for name, shape in manifest.parameters.items():
         fqn = torch_name(name)
         rows = state.get("vocab_size") if splits.get(fqn) is Split.VOCABULARY else None
-        for slot, stem in _UNIVERSAL_FILES.items():
-            file = path / parameter_file(name, stem)
-            stored = partial(files.tensor, file, "param")
-            entries[fqn, slot] = _entry(file, tuple(shape), stored, torch.float32, rows)
-        file = path / parameter_file(name, _UNIVERSAL_FILES["master"])
+        for slot in UNIVERSAL_STATES:
+            piece = universal_piece(files, path, name, slot, tuple(shape))
+            entries[fqn, slot] = Entry.of_piece(piece, tuple(shape), rows)
+        file = entries[fqn, "master"].copies[0].pieces[0].file
         derived[fqn, "weight"] = _entry(file, tuple(shape), partial(_rounded, files, file, dtype), dtype, rows)
     file = path / UNIVERSAL_OPTIMIZER
     try:
