@@ -47,7 +47,7 @@ from megasdc.checkpoint.verify import (
     find_incomplete,
     find_unexpected,
     list_verified,
-    needed_files,
+    loaded_files,
     share_of,
 )
 from megasdc.common.durable import rename_durably, write_durably
@@ -320,7 +320,7 @@ def _check_share(folder: Path, manifest: Manifest, place: FolderRanks, verify: b
         problems.append(manifest.wrong_place)
     elif place.leader and (wrong := find_wrong_place(read_shared_state(folder))):
         problems.append(wrong)
-    loaded_by = {rank: set(needed_files(manifest, rank)) for rank in place.ranks} if same_size else {}
+    loaded_by = {rank: set(loaded_files(manifest, rank)) for rank in place.ranks} if same_size else {}
     own, loaded = loaded_by.get(place.rank, set()), set[str]().union(*loaded_by.values())
     others = [record for record in manifest.files if record.name not in loaded]
     needed = [record for record in manifest.files if record.name in own]

@@ -163,16 +163,19 @@ def find_incomplete(manifest: Manifest) -> list[str]:
 
 
 def needed_files(manifest: Manifest, rank: int) -> list[str]:
-    """Files that a rank of the saved layout loads: stage file, optimizer shard, own state, files of its layers."""
+    """Files that belong to a rank of the saved layout: those that it loads, and the weights of its layers."""
+    dims, names = manifest.layout.dims(rank), manifest.by_name()
+    writers = {layer: record.rank for name, record in names.items() if (layer := layer_of(name)) is not None}
+    layers = [layer for layer, writer in writers.items() if manifest.layout.dims(writer).pp_rank == dims.pp_rank]
+    return [*loaded_files(manifest, rank), *(layer_file(layer, dims.tp_rank) for layer in layers)]
+
+
+def loaded_files(manifest: Manifest, rank: int) -> list[str]:
+    """Files that a rank of the saved layout loads: stage file, optimizer shard, own state."""
     dims, names = manifest.layout.dims(rank), manifest.by_name()
     shards = shard_files(dims)
     shard = next((name for name in shards if name in names), shards[0])
-    writers = {layer: record.rank for name, record in names.items() if (layer := layer_of(name)) is not None}
-    layers = [layer for layer, writer in writers.items() if manifest.layout.dims(writer).pp_rank == dims.pp_rank]
-    return [
-        *(stage_file(stage_number(dims)), shard, rank_state_file(rank)),
-        *(layer_file(layer, dims.tp_rank) for layer in layers),
-    ]
+    return [stage_file(stage_number(dims)), shard, rank_state_file(rank)]
 
 
 def find_missing(folder: Path, manifest: Manifest, names: set[str]) -> list[str]:
