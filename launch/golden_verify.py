@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, print_result, stdout_kept_clean
+from megasdc.cli.app import Json, print_outcome, stdout_kept_clean
 from megasdc.cli.golden import Faults, Minutes, Repeats, Timeout
 from megasdc.common.errors import MegasdcError
 
@@ -48,14 +48,15 @@ def verify(
 
         from megasdc.common.program import runs_bar
         from megasdc.ops.golden.node import verify_as_launched
-        from megasdc.ops.golden.result import VerifyResult, render_golden
+        from megasdc.output.outcome import Outcome
+        from megasdc.sdc.golden import GoldenVerdict
 
         console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with ExitStack() as bar:
 
-        def show(result: VerifyResult) -> None:
+        def show(outcome: Outcome[GoldenVerdict]) -> None:
             bar.close()
-            print_result(result, render_golden, out=out, as_json=as_json)
+            print_outcome(outcome, out=out, as_json=as_json)
 
         code = verify_as_launched(
             path,

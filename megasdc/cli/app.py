@@ -22,6 +22,7 @@ from megasdc.common.errors import ConfigError, MegasdcError, StorageError
 from megasdc.common.program import FULL, echo, output_console, why_unreadable, write_atomically
 
 if TYPE_CHECKING:
+    from megasdc.output.outcome import Outcome
     from megasdc.output.page import Page
 
 _PLACES = "megasdc.places"
@@ -244,6 +245,13 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
         write_atomically(out, text + "\n")
     except OSError as error:
         raise _unwritable(out, error) from error
+
+
+def print_outcome(outcome: Outcome[Any], *, out: Path | None = None, as_json: bool = False) -> None:
+    """Print an outcome for people or as JSON, and write it as JSON where that was asked for; see ``print_result``."""
+    from megasdc.output.page import print_page
+
+    print_result(outcome, lambda found, console: print_page(found.page, console), out=out, as_json=as_json)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, app, print_result
+from megasdc.cli.app import Json, app, print_outcome
 
 FIRST_S = 30.0
 """Seconds to answer; a driver that nothing holds loaded takes some of them to start its devices."""
@@ -26,13 +26,13 @@ def devices(
     device or the host is unfit. A host without NVIDIA's driver is judged by the rest. Never a proof of silent data
     corruption, nor of its absence.
     """
-    from megasdc.ops.devices.render import render_survey
+    from megasdc.ops.devices.render import survey_outcome
     from megasdc.ops.devices.telemetry import Telemetry
 
     telemetry = Telemetry(Path.cwd(), look_back_s=since_s, answer_s=FIRST_S)
     telemetry.start()
     telemetry.wait_for_first(FIRST_S)
-    survey = telemetry.survey()
+    outcome = survey_outcome(telemetry.survey())
     telemetry.close()
-    print_result(survey, render_survey, out=None, as_json=as_json)
-    raise typer.Exit(survey.exit_code)
+    print_outcome(outcome, as_json=as_json)
+    raise typer.Exit(outcome.exit_code)

@@ -18,7 +18,7 @@ from megasdc.cli.app import (
     input_argument,
     input_option,
     output_option,
-    print_result,
+    print_outcome,
     stdout_kept_clean,
 )
 from megasdc.cli.options import option
@@ -108,7 +108,6 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
     with stdout_kept_clean():
         from megasdc.common.program import runs_bar
         from megasdc.ops.golden.drill import load_drill
-        from megasdc.ops.golden.result import render_golden
         from megasdc.ops.golden.verify import verify_here
         from megasdc.parallel.local_ranks import count_accelerators
         from megasdc.sdc.golden import load_header
@@ -117,7 +116,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
         file = _golden_file(options, devices)
         drill = None if options.faults is None else load_drill(options.faults, load_header(file))
         with runs_bar(Console(stderr=True), "verifying", options.minutes) as on_progress:
-            result = verify_here(
+            outcome = verify_here(
                 file,
                 devices=devices,
                 repeats=options.repeats,
@@ -126,8 +125,8 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
                 drill=drill,
                 on_progress=on_progress,
             )
-    print_result(result, render_golden, out=out, as_json=as_json)
-    raise typer.Exit(result.exit_code)
+    print_outcome(outcome, out=out, as_json=as_json)
+    raise typer.Exit(outcome.exit_code)
 
 
 def _golden_file(options: VerifyOptions, devices: int | None) -> Path:

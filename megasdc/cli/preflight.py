@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, input_option, print_result
+from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, input_option, print_outcome
 from megasdc.cli.options import option
 from megasdc.common.errors import LaunchError, TraceError
 
@@ -59,7 +59,6 @@ def preflight(options: PreflightOptions, out: Out = None, as_json: Json = False)
     from megasdc.common.program import progress_bars
     from megasdc.ops.preflight.command import SKIPPABLE, run_preflight
     from megasdc.ops.preflight.request import PreflightRequest
-    from megasdc.ops.preflight.result import render_preflight
 
     skip = tuple(options.skip.split(",")) if options.skip else ()
     if unknown := [name for name in skip if name not in SKIPPABLE]:
@@ -70,6 +69,6 @@ def preflight(options: PreflightOptions, out: Out = None, as_json: Json = False)
         raise typer.BadParameter("--num-ranks is of this host alone: the hostfile has the ranks of each host")
     request = PreflightRequest(**{**vars(options), "skip": skip})
     with progress_bars(quiet=as_json) as on_progress:
-        result = run_preflight(request, on_progress)
-    print_result(result, render_preflight, out=out, as_json=as_json)
-    raise typer.Exit(result.exit_code)
+        outcome = run_preflight(request, on_progress)
+    print_outcome(outcome, out=out, as_json=as_json)
+    raise typer.Exit(outcome.exit_code)

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from megasdc.cli.app import ConfigOption, Json, Overrides, app, input_argument, input_option, output_folder
+from megasdc.cli.app import (
+    ConfigOption,
+    Json,
+    Overrides,
+    app,
+    input_argument,
+    input_option,
+    output_folder,
+    print_outcome,
+)
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, DataError, LaunchError
 from megasdc.common.program import echo
@@ -225,12 +234,12 @@ def check_determinism(
         raise typer.BadParameter(needed, param_hint="--config")
     with progress_bars(quiet=as_json) as on_progress:
         if command:
-            report = _check_script(command, config, overrides, steps, on_progress)
+            outcome = _check_script(command, config, overrides, steps, on_progress)
         else:
             options = {"ranks": ranks, "steps": steps, "lint_only": lint_only, "on_progress": on_progress}
-            report = _check_run(config, overrides, options)
-    echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
-    raise typer.Exit(report.exit_code)
+            outcome = _check_run(config, overrides, options)
+    print_outcome(outcome, as_json=as_json)
+    raise typer.Exit(outcome.exit_code)
 
 
 def _check_run(config: Any, overrides: Sequence[str], options: dict[str, Any]) -> Any:

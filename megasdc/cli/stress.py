@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megasdc.cli.app import Json, Out, app, input_option, print_result, stdout_kept_clean
+from megasdc.cli.app import Json, Out, app, input_option, print_outcome, stdout_kept_clean
 from megasdc.cli.golden import Timeout
 from megasdc.cli.options import option
 from megasdc.common.errors import LaunchError, TraceError
@@ -63,7 +63,6 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
     with stdout_kept_clean():
         from megasdc.common.program import runs_bar
         from megasdc.ops.stress.record import record_stress
-        from megasdc.ops.stress.result import render_stress
         from megasdc.ops.stress.run import stress_hosts as run_stress
 
         plan = _plan(options)
@@ -72,13 +71,13 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
         ) as on_progress:
             if options.record:
                 assert options.golden is not None, "checked above"
-                result, files = record_stress(plan, options.golden, on_progress)
+                outcome, files = record_stress(plan, options.golden, on_progress)
             else:
-                result, files = run_stress(plan, on_progress), []
-    print_result(result, render_stress, out=options.out, as_json=as_json)
+                outcome, files = run_stress(plan, on_progress), []
+    print_outcome(outcome, out=options.out, as_json=as_json)
     for file in files:
         echo(f"golden values: {file}", err=True)
-    raise typer.Exit(result.exit_code)
+    raise typer.Exit(outcome.exit_code)
 
 
 def _plan(options: StressOptions) -> StressPlan:

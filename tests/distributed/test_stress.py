@@ -22,7 +22,8 @@ from megasdc.faults.injector import Injector
 from megasdc.ops.stress.collectives import Group, check_group
 from megasdc.ops.stress.drill import ALONE, read_drill
 from megasdc.ops.stress.host_verdict import judge_stress
-from megasdc.ops.stress.run import StressPlan, stress_hosts
+from megasdc.ops.stress.result import stress_outcome
+from megasdc.ops.stress.run import StressPlan, run_rounds, stress_hosts
 from megasdc.ops.stress.state import ALONE as OWN
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(280)]
@@ -105,7 +106,8 @@ def test_of_three_hosts_the_wrong_one_is_named_and_a_dead_one(tmp_path: Path) ->
         if number == 1:
             _agents()[2].children()[1].kill()
 
-    result = stress_hosts(plan, after_a_round)
+    tested, drilled, interrupted = run_rounds(plan, after_a_round)
+    result = stress_outcome(tested, drill, drilled, interrupted)
     by_host = {verdict.host: verdict for verdict in result.verdicts}
     assert {name: verdict.status for name, verdict in by_host.items()} == {
         "a": "healthy",
@@ -115,18 +117,18 @@ def test_of_three_hosts_the_wrong_one_is_named_and_a_dead_one(tmp_path: Path) ->
     assert result.exit_code == 73
     assert by_host["b"].reasons[0].evidence == "alone" and by_host["b"].rounds == 2
     assert by_host["c"].rounds == 1 and "code -9" in by_host["c"].reasons[0].text
-    report = result.drill_report()
-    assert report is not None and report["found"] and report["faults"][0]["changed"]
-    states = {state.host: state for state in result.states}
+    report = result.contents["drill"]
+    assert report["found"] and report["faults"][0]["changed"]
+    states = {state.host: state for state in tested}
     assert {partner: bool(count.wrong) for partner, count in states["a"].meetings.items()} == {
         OWN: False,
         "b": True,
         "c": False,
     }
-    for state in result.states:
+    for state in tested:
         state.lost = None
         state.meetings[OWN].wrong = 0
-    assert [(one.status, [reason.evidence for reason in one.reasons]) for one in judge_stress(result.states)] == [
+    assert [(one.status, [reason.evidence for reason in one.reasons]) for one in judge_stress(tested)] == [
         ("healthy", []),
         ("unhealthy", ["pairs"]),
         ("healthy", []),

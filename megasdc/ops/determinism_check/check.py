@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.load import RunConfig
 from megasdc.config.repeatability import DifferenceCause, find_causes, find_startup_modules
 from megasdc.data.manifest import MANIFEST_FILE
+from megasdc.output.outcome import Outcome
+from megasdc.output.page import Page
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.run_ranks import run_ranks
 from megasdc.sdc.trace import Trace, compare_traces, read_trace, trace_path
@@ -79,48 +81,24 @@ def compare_two_runs(
     return FirstDifference(f"{one.address}, {place}", before, after, len(found.divergences), found.compared)
 
 
-@dataclass(frozen=True)
-class RepeatReport:
-    """Causes that could make two runs differ, and the comparison of two runs.
+def repeat_outcome(
+    unset: Sequence[str], lines: Sequence[str], equal: str, difference: FirstDifference | None, **contents: Any
+) -> Outcome[Any]:
+    """What a check comes to: 1 where two runs differ, 3 where they do not, but something can make others differ.
 
-    ``layout`` is None if only the causes were listed; ``difference`` also if the runs agree; ``data``: kind of the
-    training data; ``observations``: results of each run that were compared; ``observed``: results of submodules are
-    among them, which they are not where the model's backend hides them.
+    Args:
+        unset: what can, in sentences.
+        lines: what was done.
+        equal: what was compared, where the runs agree; empty: none were made.
+        difference: the first; None: there is none.
+        contents: for JSON, beside the difference.
     """
-
-    causes: list[DifferenceCause]
-    layout: BatchLayout | None = None
-    steps: int = 0
-    data: str = ""
-    observations: int = 0
-    observed: bool = True
-    difference: FirstDifference | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """1: the runs differ; 3: they do not, but causes were found; 0: neither."""
-        if self.difference is not None:
-            return RUNS_DIFFER
-        return CAUSES_FOUND if self.causes else 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON holds it."""
-        return {"exit_code": self.exit_code, **asdict(self)}
-
-    def render(self) -> str:
-        """The report for people."""
-        lines = [f"found: {cause.render()}" for cause in self.causes] or ["no setting is known to make runs differ"]
-        if self.layout is None:
-            return "\n".join(lines)
-        lines.append(
-            f"two runs of {self.steps} steps, TP {self.layout.tensor} x PP {self.layout.pipeline} x DP "
-            f"{self.layout.data}, on {self.data}"
-        )
-        if self.difference is None:
-            lines.append(f"equal: {self.observations} {OBSERVED if self.observed else HIDDEN}")
-        else:
-            lines.append(self.difference.render())
-        return "\n".join(lines)
+    code = RUNS_DIFFER if difference is not None else CAUSES_FOUND if unset else 0
+    if difference is not None or equal:
+        lines = [*lines, f"equal: {equal}" if difference is None else difference.render()]
+    first, *rest = [*(f"found: {cause}" for cause in unset), *lines]
+    found = {**contents, "difference": None if difference is None else asdict(difference)}
+    return Outcome(code, found, Page("Determinism", first, sentences=rest))
 
 
 def check_determinism(
@@ -130,7 +108,7 @@ def check_determinism(
     steps: int = 3,
     lint_only: bool = False,
     on_progress: Progress = lambda what, done, total: None,
-) -> RepeatReport:
+) -> Outcome[Any]:
     """List what could make two runs of a configuration differ, then make two short runs and compare them.
 
     The runs write nothing where the configuration says: no checkpoint, no events, no monitors. Of a study, they are of
@@ -151,7 +129,7 @@ def check_determinism(
         config = replica_config(config, config.megasdc.study.trusted)
     causes = find_causes(config, os.environ, find_startup_modules(), torch.cuda.is_available())
     if lint_only:
-        return RepeatReport(causes)
+        return _outcome(causes)
     set_deterministic_environment(config.megasdc.determinism, dict(os.environ))  # what each rank would refuse
     layout = smallest_layout(config) if ranks is None else check_layout(config, ranks)
     data = config.megasdc.data
@@ -167,7 +145,33 @@ def check_determinism(
             f"random tokens of a vocabulary of {data.tokenizer.vocab_size}, because {data.path} holds no prepared data"
         )
     observed = any(address.phase == FORWARD for trace in runs[0].values() for address in trace.addresses)
-    return RepeatReport(causes, layout, steps, told, sum(map(len, runs[0].values())), observed, difference)
+    return _outcome(causes, layout, steps, told, sum(map(len, runs[0].values())), observed, difference)
+
+
+def _outcome(
+    causes: Sequence[DifferenceCause],
+    layout: BatchLayout | None = None,
+    steps: int = 0,
+    data: str = "",
+    observations: int = 0,
+    observed: bool = True,
+    difference: FirstDifference | None = None,
+) -> Outcome[Any]:
+    lines, equal = [] if causes else ["no setting is known to make runs differ"], ""
+    if layout is not None:
+        lines.append(
+            f"two runs of {steps} steps, TP {layout.tensor} x PP {layout.pipeline} x DP {layout.data}, on {data}"
+        )
+        equal = f"{observations} {OBSERVED if observed else HIDDEN}"
+    return repeat_outcome(
+        *([one.render() for one in causes], lines, equal, difference),
+        causes=[asdict(one) for one in causes],
+        layout=None if layout is None else asdict(layout),
+        steps=steps,
+        data=data,
+        observations=observations,
+        observed=observed,
+    )
 
 
 def smallest_layout(config: RunConfig) -> BatchLayout:

@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +13,19 @@ from megasdc.attached.settings import TRIAL_VARIABLE
 from megasdc.common.errors import LaunchError, TraceError, error_of_rank
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.guard import GuardSettings
-from megasdc.ops.determinism_check.check import CAUSES_FOUND, RUNS_DIFFER, FirstDifference, Progress, compare_two_runs
+from megasdc.ops.determinism_check.check import Progress, compare_two_runs, repeat_outcome
 from megasdc.ops.launch.deepspeed_command import DeepSpeedCommand
 from megasdc.ops.launch.front import launch_run
+from megasdc.output.outcome import Outcome
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import TRACE_FOLDER, Trace, read_folder
 
 OBSERVED = "results of submodules, their gradients, and parameters after each step"
 
 
-@dataclass(frozen=True)
-class ProgramReport:
-    """The comparison of two runs of a script.
-
-    Attributes:
-        is_deterministic: whether its guard puts it into deterministic mode (``determinism.enabled``).
-        observations: results of each run that were compared.
-        difference: the first one; None: there is none.
-    """
-
-    script: str
-    ranks: int
-    steps: int
-    is_deterministic: bool
-    observations: int
-    difference: FirstDifference | None
-
-    @property
-    def exit_code(self) -> int:
-        """1: the runs differ; 3: they do not, but nothing keeps others from it; 0: neither."""
-        if self.difference is not None:
-            return RUNS_DIFFER
-        return 0 if self.is_deterministic else CAUSES_FOUND
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON holds it."""
-        return {"exit_code": self.exit_code, **asdict(self)}
-
-    def render(self) -> str:
-        """The report for people."""
-        cause = "found: determinism.enabled is false: PyTorch and the GPU's libraries may choose what does not repeat"
-        lines = [] if self.is_deterministic else [cause]
-        lines.append(f"two runs of {self.steps} steps of {self.script} on {self.ranks} ranks")
-        if self.difference is None:
-            lines.append(f"equal: {self.observations} {OBSERVED}")
-        else:
-            lines.append(self.difference.render())
-        return "\n".join(lines)
-
-
 def check_program(
     command: DeepSpeedCommand, settings: GuardSettings, steps: int, on_progress: Progress = lambda *_: None
-) -> ProgramReport:
+) -> Outcome[Any]:
     """Start a script twice, let it take some steps each time, and compare what its guard has traced.
 
     The guard ends it after the last of these steps, and saves no checkpoint.
@@ -85,10 +45,18 @@ def check_program(
             found.append(_run_once(command, settings, steps, folder))
     on_progress("compared", 2, 2)
     (first, layout), (second, _) = found
-    difference = compare_two_runs(first, second, layout)
     observations = sum(map(len, first.values()))
-    return ProgramReport(
-        *(command.script, layout.world_size, steps, settings.determinism.enabled, observations), difference=difference
+    unset = "determinism.enabled is false: PyTorch and the GPU's libraries may choose what does not repeat"
+    return repeat_outcome(
+        [] if settings.determinism.enabled else [unset],
+        [f"two runs of {steps} steps of {command.script} on {layout.world_size} ranks"],
+        f"{observations} {OBSERVED}",
+        compare_two_runs(first, second, layout),
+        script=command.script,
+        ranks=layout.world_size,
+        steps=steps,
+        is_deterministic=settings.determinism.enabled,
+        observations=observations,
     )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import Any
 
 from megasdc.ops.devices.device_verdict import DeviceVerdict
 from megasdc.ops.devices.reader import Judged
 from megasdc.ops.devices.survey import Survey
+from megasdc.output.outcome import Outcome
+from megasdc.output.page import Cell, Page, PageSection, State, Table
 
 NO_PROOF = "Telemetry proves no silent data corruption, nor its absence: megasdc stress, audits and traces test that."
-_STYLES = {DeviceVerdict.FIT: "green", DeviceVerdict.DEGRADED: "bold yellow", DeviceVerdict.UNFIT: "bold red"}
+_STATES: dict[DeviceVerdict, State] = {
+    DeviceVerdict.FIT: "same",
+    DeviceVerdict.DEGRADED: "unsure",
+    DeviceVerdict.UNFIT: "different",
+}
+_LOOKS = {DeviceVerdict.FIT: "good", DeviceVerdict.UNFIT: "bad"}
 _COLUMNS = {
     "temperature_c": "deg C",
     "power_w": "W",
@@ -21,38 +26,28 @@ _COLUMNS = {
 }
 
 
-def render_survey(survey: Survey, console: Console) -> None:
-    """Write the verdict, a table of devices, and each reason with what to do and its source."""
+def survey_outcome(survey: Survey) -> Outcome[Any]:
+    """The verdict, each reason with what to do and its source, and a table of devices."""
     items = [one for look in survey.looks for one in look.items]
-    for look in survey.looks:
-        if look.absent:
-            _line(console, f"{look.name}: {look.absent}")
-    if items:
-        table = Table("", "verdict", *_COLUMNS.values(), "XIDs", box=None, pad_edge=False)
-        for one in items:
-            table.add_row(*_row(one))
-        console.print(table)
+    told = [f"{look.name}: {look.absent}" for look in survey.looks if look.absent]
     for name, reasons in survey.by_name().items():
         for reason in reasons:
-            _line(console, Text.assemble(_styled(reason.verdict), f" {name}: {reason.text}"))
-            _line(console, f"  {reason.remedy} [{reason.source}]")
+            told += [f"{reason.verdict.label} {name}: {reason.text}", f"  {reason.remedy} [{reason.source}]"]
     for one in items:
         if missing := len(one.history["unavailable"]):
-            _line(console, f"{one.name}: {missing} values are not available, see --json for the reasons")
-    _line(console, Text.assemble(f"{survey.host}: ", _styled(survey.verdict)))
-    _line(console, NO_PROOF)
+            told.append(f"{one.name}: {missing} values are not available, see --json for the reasons")
+    table = Table("devices", ("", "verdict", *_COLUMNS.values(), "XIDs"), [_row(one) for one in items])
+    page = Page(
+        f"Devices of {survey.host}",
+        f"{survey.host}: {survey.verdict.label}",
+        _STATES[survey.verdict],
+        sections=[PageSection(items=told, tables=[table]), PageSection(sentences=[NO_PROOF])],
+    )
+    return Outcome(survey.exit_code, survey.as_dict(), page)
 
 
-def _line(console: Console, text: str | Text) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _styled(verdict: DeviceVerdict) -> Text:
-    return Text(verdict.label, _STYLES[verdict])
-
-
-def _row(one: Judged) -> list[str | Text]:
+def _row(one: Judged) -> list[Any]:
     values = one.history["values"]
     shown = ["-" if values.get(name) is None else f"{values[name]:.3g}" for name in _COLUMNS]
     xids = ", ".join(f"{number} x{count}" for number, count in one.history["xid_counts"].items())
-    return [one.name, _styled(one.verdict), *shown, xids or "-"]
+    return [one.name, Cell(one.verdict.label, look=_LOOKS.get(one.verdict, "")), *shown, xids or "-"]

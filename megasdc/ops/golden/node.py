@@ -24,12 +24,13 @@ from megasdc.common.errors import ConfigError, HangError, LaunchError, MegasdcEr
 from megasdc.common.wire import own_address_towards
 from megasdc.ops.golden.drill import load_drill
 from megasdc.ops.golden.library import choose_golden
-from megasdc.ops.golden.result import VerifyResult, judge_reports
+from megasdc.ops.golden.result import judge_reports
 from megasdc.ops.golden.verify import Progress, golden_threads, layout_size
 from megasdc.ops.golden.watched_ranks import REPORT_S, CellRank, RankReport, watch_ranks
+from megasdc.output.outcome import Outcome
 from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, local_rank_environment
 from megasdc.parallel.rendezvous import MEETING_VARIABLE, Identity, join_store
-from megasdc.sdc.golden import header_digest, load_header
+from megasdc.sdc.golden import GoldenVerdict, header_digest, load_header
 
 START_S = 300.0
 """Largest difference of the ranks' start times, in seconds."""
@@ -120,7 +121,7 @@ def verify_as_launched(
     minutes: float | None,
     timeout_s: float,
     faults: Path | None = None,
-    on_result: Callable[[VerifyResult], None] = lambda result: None,
+    on_result: Callable[[Outcome[GoldenVerdict]], None] = lambda outcome: None,
     on_progress: Progress = lambda done, total: None,
 ) -> int:
     """Verify as one rank of a launch.
@@ -158,14 +159,15 @@ def verify_as_launched(
     board.tell(f"report/{rank}", asdict(report))
     if rank:
         return _take_verdict(board)
-    result = judge_reports(collector.wait(), plan)
+    reports = collector.wait()
+    outcome = judge_reports(reports, plan)
     try:
-        on_result(result)
+        on_result(outcome)
     finally:
-        readers = sum(report.ended != "absent" for report in result.reports)
-        board.tell("verdict", {"exit_code": result.exit_code, "readers": readers})
+        readers = sum(one.ended != "absent" for one in reports)
+        board.tell("verdict", {"exit_code": outcome.exit_code, "readers": readers})
         board.leave(readers)
-    return result.exit_code
+    return outcome.exit_code
 
 
 def _make_plan(board: StoreMailbox, golden: Path, faults: Path | None) -> dict[str, Any]:

@@ -1,19 +1,17 @@
-"""Result of a verification: a verdict for each rank, a table, JSON, an exit code."""
+"""Outcome of a verification: a verdict for each rank, from the reports of all."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError, CorruptionError, HangError, PeerError, TraceError
 from megasdc.ops.golden.watched_ranks import RankReport
+from megasdc.output.outcome import Outcome, code_of, count_statuses, counted
+from megasdc.output.page import Cell, Page, PageSection, State, Table
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import (
     ABSENT,
@@ -50,65 +48,8 @@ _FAILED = {
     ConfigError.exit_code: NOT_COMPARABLE,
 }
 """Verdict by exit code of a rank that ended with a documented error; any other code is a death."""
-_STYLES = {
-    HEALTHY: "green",
-    DIVERGENT: "bold red",
-    AFFECTED: "yellow",
-    INCONCLUSIVE: "bold yellow",
-    NOT_COMPARABLE: "magenta",
-}
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """Verdicts of all ranks.
-
-    Args:
-        layout: of a cell.
-        reports: of each rank.
-        verdicts: in the same order.
-    """
-
-    layout: ParallelDims
-    reports: Sequence[RankReport]
-    verdicts: Sequence[GoldenVerdict]
-
-    @property
-    def unfired(self) -> list[int]:
-        """Faults of a drill that changed nothing on any rank; empty while a rank has not reported."""
-        return _never([report.changed for report in self.reports])
-
-    @property
-    def unfired_process_faults(self) -> list[int]:
-        """Process faults of a drill that acted on no rank; empty while a rank has not reported."""
-        return _never([report.acted for report in self.reports])
-
-    @property
-    def exit_code(self) -> int:
-        """By ``EXIT_CODES``; 0 if no verdict is listed there."""
-        given = {verdict.status for verdict in self.verdicts}
-        return next((code for status, code in EXIT_CODES.items() if status in given), 0)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON-compatible values."""
-        return {
-            "exit_code": self.exit_code,
-            "layout": self.layout.layout,
-            "unfired_faults": self.unfired,
-            "unfired_process_faults": self.unfired_process_faults,
-            "counts": {status: sum(v.status == status for v in self.verdicts) for status in sorted(_all(self))},
-            "ranks": [
-                {
-                    "host": report.host,
-                    "rank": report.rank,
-                    "cell": report.cell,
-                    "cell_rank": report.cell_rank,
-                    **asdict(verdict),
-                    "exit_code": report.code,
-                }
-                for report, verdict in zip(self.reports, self.verdicts, strict=True)
-            ],
-        }
+_GOOD = {HEALTHY: "good", AFFECTED: ""}
+"""Look of verdicts that are not bad."""
 
 
 def _never(counts: Sequence[list[int] | None]) -> list[int]:
@@ -119,11 +60,7 @@ def _never(counts: Sequence[list[int] | None]) -> list[int]:
     return [place for place, total in enumerate(map(sum, zip(*told, strict=True))) if not total]
 
 
-def _all(result: VerifyResult) -> set[str]:
-    return {verdict.status for verdict in result.verdicts}
-
-
-def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> VerifyResult:
+def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> Outcome[GoldenVerdict]:
     """The verdict on every rank of all cells; ``header`` is the golden file's."""
     layout = ParallelDims(**header["layout"])
     gaps = _gaps_of(header)
@@ -139,7 +76,26 @@ def judge_reports(reports: Sequence[RankReport], header: dict[str, Any]) -> Veri
         for report in members:
             verdicts[cell, report.cell_rank] = _verdict(report, compared[report.cell_rank], behind)
     ordered = [verdicts[report.cell, report.cell_rank] for report in reports]
-    return VerifyResult(layout, list(reports), ordered)
+    statuses = [verdict.status for verdict in ordered]
+    contents = {
+        "layout": layout.layout,
+        "unfired_faults": _never([report.changed for report in reports]),
+        "unfired_process_faults": _never([report.acted for report in reports]),
+        "counts": count_statuses(statuses),
+        "ranks": [
+            {
+                "host": report.host,
+                "rank": report.rank,
+                "cell": report.cell,
+                "cell_rank": report.cell_rank,
+                **asdict(verdict),
+                "exit_code": report.code,
+            }
+            for report, verdict in zip(reports, ordered, strict=True)
+        ],
+    }
+    page = _page(layout, reports, ordered, contents)
+    return Outcome(code_of(statuses, EXIT_CODES), contents, page, ordered)
 
 
 def _gaps_of(header: dict[str, Any]) -> tuple[str, ...]:
@@ -205,31 +161,35 @@ def _finding(run: dict[str, Any]) -> GoldenComparison:
     )
 
 
-def render_golden(result: VerifyResult, console: Console) -> None:
-    """Print the table and a summary."""
-    table = Table(title=f"golden verification, {result.layout}")
-    for name in ("host", "rank", "place", "verdict", "runs", "compared", "first difference", "results that differ"):
-        table.add_column(name)
-    for report, verdict in zip(result.reports, result.verdicts, strict=True):
-        dims = ParallelDims(result.layout.tensor, result.layout.pipeline, result.layout.data, report.cell_rank)
-        wrong = f"{verdict.wrong_runs} of {verdict.runs} wrong" if verdict.wrong_runs else str(verdict.runs)
-        table.add_row(
-            report.host,
-            str(report.rank),
-            f"cell {report.cell}: tp {dims.tp_rank} pp {dims.pp_rank} dp {dims.dp_rank}",
-            Text(verdict.status, style=_STYLES.get(verdict.status, "red")),
-            wrong,
-            f"{verdict.compared:,}",
-            "" if verdict.first is None else str(verdict.first),
-            str(verdict.addresses or ""),
+def _page(
+    layout: ParallelDims, reports: Sequence[RankReport], verdicts: Sequence[GoldenVerdict], contents: dict[str, Any]
+) -> Page:
+    rows, told = [], list[str]()
+    for report, verdict in zip(reports, verdicts, strict=True):
+        dims = ParallelDims(layout.tensor, layout.pipeline, layout.data, report.cell_rank)
+        rows.append(
+            (
+                report.host,
+                report.rank,
+                f"cell {report.cell}: tp {dims.tp_rank} pp {dims.pp_rank} dp {dims.dp_rank}",
+                Cell(verdict.status, look=_GOOD.get(verdict.status, "bad")),
+                f"{verdict.wrong_runs} of {verdict.runs} wrong" if verdict.wrong_runs else verdict.runs,
+                verdict.compared,
+                "" if verdict.first is None else str(verdict.first),
+                verdict.addresses or "",
+            )
         )
-    console.print(table)
-    for report, verdict in zip(result.reports, result.verdicts, strict=True):
         if verdict.detail:
-            console.print(Text(f"{report.host} rank {report.rank}: {verdict.status}: {verdict.detail}"))
-    for number in result.unfired:
-        console.print(f"fault {number} of the drill never changed anything: no result matched, or no draw made it fire")
-    for number in result.unfired_process_faults:
-        console.print(f"process fault {number} of the drill never acted: its steps or micro-batches were not reached")
-    counts = ", ".join(f"{sum(v.status == s for v in result.verdicts)} {s}" for s in sorted(_all(result)))
-    console.print(f"{len(result.verdicts)} ranks: {counts}")
+            told.append(f"{report.host} rank {report.rank}: {verdict.status}: {verdict.detail}")
+    told += [
+        f"fault {number} of the drill never changed anything: no result matched, or no draw made it fire"
+        for number in contents["unfired_faults"]
+    ]
+    told += [
+        f"process fault {number} of the drill never acted: its steps or micro-batches were not reached"
+        for number in contents["unfired_process_faults"]
+    ]
+    headings = ("host", "rank", "place", "verdict", "runs", "compared", "first difference", "results that differ")
+    section = PageSection(f"golden verification, {layout}", items=told, tables=[Table("ranks", headings, rows)])
+    state: State = "same" if contents["counts"].keys() <= _GOOD.keys() else "different"
+    return Page("Golden verification", counted("rank", contents["counts"]), state, sections=[section])

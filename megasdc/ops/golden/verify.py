@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError, TraceError
-from megasdc.ops.golden.result import VerifyResult, judge_reports
+from megasdc.ops.golden.result import judge_reports
 from megasdc.ops.golden.watched_ranks import CellRank, RankReport, watch_ranks
+from megasdc.output.outcome import Outcome
 from megasdc.parallel.local_ranks import LocalMeeting, count_accelerators, local_rank_environment
-from megasdc.sdc.golden import load_header
+from megasdc.sdc.golden import GoldenVerdict, load_header
 
 Progress = Callable[[int, int | None], None]
 """Called with runs done by all ranks, and the total; None where time decides."""
@@ -27,7 +28,7 @@ def verify_here(
     timeout_s: float = 600.0,
     drill: dict[str, Any] | None = None,
     on_progress: Progress = lambda done, total: None,
-) -> VerifyResult:
+) -> Outcome[GoldenVerdict]:
     """Verify on this host, without a launcher.
 
     Args:

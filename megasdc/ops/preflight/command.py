@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NoReturn
 
@@ -24,8 +24,9 @@ from megasdc.ops.preflight.inputs import (
 )
 from megasdc.ops.preflight.job import Job, prepared
 from megasdc.ops.preflight.request import PreflightRequest
-from megasdc.ops.preflight.result import CheckResult, CheckStatus, PreflightFinding, PreflightResult, failed, not_done
+from megasdc.ops.preflight.result import CheckStatus, PreflightFinding, failed, not_done, preflight_outcome
 from megasdc.ops.preflight.storage import check_storage
+from megasdc.output.outcome import Outcome
 
 SIGNAL_CODES = 128
 
@@ -63,7 +64,7 @@ SKIPPABLE = tuple(CHECKS)[1:]
 
 def run_preflight(
     request: PreflightRequest, on_progress: OnProgress = lambda what, done, total: None
-) -> PreflightResult:
+) -> Outcome[PreflightFinding]:
     """Make all checks; a check that fails ends none but those that need it.
 
     SIGTERM and Ctrl-C end it, and what it has started; what it wrote is removed then, too.
@@ -71,7 +72,11 @@ def run_preflight(
     Args:
         on_progress: called with what is done, how much of it, and of how much.
     """
-    results: list[CheckResult] = []
+    results: list[PreflightFinding] = []
+
+    def keep(name: str, finding: PreflightFinding, began: float) -> None:
+        results.append(replace(finding, name=name, seconds=time.monotonic() - began))
+
     job: Job | None = None
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -80,22 +85,21 @@ def run_preflight(
             try:
                 job = stack.enter_context(prepared(request, on_progress))
             except MegasdcError as error:
-                results.append(CheckResult("configuration", failed(error), time.monotonic() - began))
+                keep("configuration", failed(error), began)
             for name, check in CHECKS.items():
                 if name not in [one.name for one in results]:
                     began = time.monotonic()
-                    finding = _make(name, check, job, results)
-                    results.append(CheckResult(name, finding, time.monotonic() - began))
+                    keep(name, _make(name, check, job, results), began)
                 on_progress("checks", len(results), len(CHECKS))
     finally:
         signal.signal(signal.SIGTERM, before)
     folders = () if job is None or not request.keep else (job.folder, job.checkpoints)
-    return PreflightResult(results, tuple(str(one) for one in folders if one is not None))
+    return preflight_outcome(results, [str(one) for one in folders if one is not None])
 
 
-def _make(name: str, check: Check, job: Job | None, results: Sequence[CheckResult]) -> PreflightFinding:
+def _make(name: str, check: Check, job: Job | None, results: Sequence[PreflightFinding]) -> PreflightFinding:
     """Make a check, unless it is left out or lacks what it needs."""
-    status = {one.name: one.finding.status for one in results}
+    status = {one.name: one.status for one in results}
     if lacking := [one for one in check.after if status.get(one) is CheckStatus.FAILED]:
         return not_done(f"{' and '.join(lacking)} failed; repair that first")
     assert job is not None, "every check comes after that of the configuration"

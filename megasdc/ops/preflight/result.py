@@ -1,4 +1,4 @@
-"""Results of the checks of a preflight, their verdict, and how it is shown."""
+"""What the checks of a preflight have found, and what that comes to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from megasdc.common.errors import MegasdcError
+from megasdc.output.outcome import Outcome
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell
 
 
 class CheckStatus(StrEnum):
@@ -23,12 +21,7 @@ class CheckStatus(StrEnum):
     NOT_DONE = "not done"
 
 
-STYLES = {
-    CheckStatus.OK: "green",
-    CheckStatus.WARNING: "yellow",
-    CheckStatus.FAILED: "bold red",
-    CheckStatus.NOT_DONE: "magenta",
-}
+_LOOKS = {CheckStatus.OK: "good", CheckStatus.FAILED: "bad"}
 
 
 @dataclass(frozen=True)
@@ -39,12 +32,16 @@ class PreflightFinding:
         text: figures of a check that was done; else why it was not, or what is wrong and what to do.
         exit_code: of a check that failed, as documented; 0 of all others.
         figures: plain values by name.
+        name: of the check.
+        seconds: that it took.
     """
 
     status: CheckStatus
     text: str
     exit_code: int = 0
     figures: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    seconds: float = 0.0
 
 
 def failed(error: MegasdcError) -> PreflightFinding:
@@ -68,69 +65,26 @@ def with_warnings(text: str, warnings: Sequence[str], figures: dict[str, Any] | 
     return PreflightFinding(status, "; ".join([text, *warnings]), figures=figures or {})
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """A check, what it found, and the seconds that it took."""
-
-    name: str
-    finding: PreflightFinding
-    seconds: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {"name": self.name, **asdict(self.finding), "seconds": round(self.seconds, 2)}
-
-
-@dataclass(frozen=True)
-class PreflightResult:
-    """All checks, in order.
+def preflight_outcome(checks: Sequence[PreflightFinding], kept: Sequence[str] = ()) -> Outcome[PreflightFinding]:
+    """What all checks, in order, come to: the exit code is that of the first which failed.
 
     Args:
         kept: folders that stay; empty: what was written is removed.
     """
-
-    checks: Sequence[CheckResult]
-    kept: Sequence[str] = ()
-
-    @property
-    def exit_code(self) -> int:
-        """That of the first check that failed; 0: none did."""
-        return next((one.finding.exit_code for one in self.checks if one.finding.status is CheckStatus.FAILED), 0)
-
-    @property
-    def verdict(self) -> str:
-        """One sentence."""
-        by_status = {
-            status: [one.name for one in self.checks if one.finding.status is status] for status in CheckStatus
-        }
-        if wrong := by_status[CheckStatus.FAILED]:
-            return f"not ready: {', '.join(wrong)} failed, exit code {self.exit_code}"
-        parts = []
-        if warned := by_status[CheckStatus.WARNING]:
-            parts.append(f"with a warning of {', '.join(warned)}")
-        if undone := by_status[CheckStatus.NOT_DONE]:
-            parts.append(f"without {', '.join(undone)}")
-        return ", ".join(["ready", *parts])
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "exit_code": self.exit_code,
-            "verdict": self.verdict,
-            "checks": [one.as_dict() for one in self.checks],
-            "kept": list(self.kept),
-        }
-
-
-def render_preflight(result: PreflightResult, console: Console) -> None:
-    """Print the table of all checks, where files are, and the verdict."""
-    table = Table(title="preflight")
-    for name in ("check", "status", "s", "found"):
-        table.add_column(name, justify="right" if name == "s" else "left", overflow="fold")
-    for one in result.checks:
-        status = Text(one.finding.status.value, style=STYLES[one.finding.status])
-        table.add_row(one.name, status, f"{one.seconds:,.1f}", Text(one.finding.text))
-    console.print(table)
-    for folder in result.kept:
-        console.print(Text(f"kept: {folder}"))
-    console.print(Text(result.verdict))
+    by_status = {status: [one.name for one in checks if one.status is status] for status in CheckStatus}
+    code = next((one.exit_code for one in checks if one.status is CheckStatus.FAILED), 0)
+    if wrong := by_status[CheckStatus.FAILED]:
+        verdict = f"not ready: {', '.join(wrong)} failed, exit code {code}"
+    else:
+        parts = {"with a warning of": by_status[CheckStatus.WARNING], "without": by_status[CheckStatus.NOT_DONE]}
+        verdict = ", ".join(["ready", *(f"{how} {', '.join(names)}" for how, names in parts.items() if names)])
+    found = [{**asdict(one), "seconds": round(one.seconds, 2)} for one in checks]
+    rows = [
+        (one.name, Cell(one.status, look=_LOOKS.get(one.status, "")), number_cell(one.seconds, ",.1f"), one.text)
+        for one in checks
+    ]
+    section = PageSection(
+        tables=[Table("checks", ("check", "status", "s", "found"), rows)], items=[f"kept: {folder}" for folder in kept]
+    )
+    page = Page("Preflight", verdict, "different" if wrong else "same", sections=[section])
+    return Outcome(code, {"verdict": verdict, "checks": found, "kept": list(kept)}, page, checks)

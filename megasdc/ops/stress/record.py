@@ -10,18 +10,19 @@ from pathlib import Path
 from megasdc.common.errors import CorruptionError
 from megasdc.ops.golden.record import record_golden_trace as record_trace
 from megasdc.ops.stress.golden import GoldenFolder, save_products
-from megasdc.ops.stress.host_verdict import HEALTHY
-from megasdc.ops.stress.result import StressResult
-from megasdc.ops.stress.run import Progress, StressPlan, stress_hosts
+from megasdc.ops.stress.host_verdict import HEALTHY, HostVerdict
+from megasdc.ops.stress.result import stress_outcome
+from megasdc.ops.stress.run import Progress, StressPlan, run_rounds
 from megasdc.ops.stress.state import GEMM, TRAINING
 from megasdc.ops.stress.training import small_run
+from megasdc.output.outcome import Outcome
 from megasdc.train.detection.golden_key import workload_of
 
 
 def record_stress(
     plan: StressPlan, folder: Path, on_progress: Progress = lambda done, total: None
-) -> tuple[StressResult, list[Path]]:
-    """Tests this host without golden values, and writes its results as golden values; returns the result and the files.
+) -> tuple[Outcome[HostVerdict], list[Path]]:
+    """Tests this host without golden values, and writes its results as golden values; returns outcome and files.
 
     Args:
         plan: of this host alone.
@@ -33,9 +34,10 @@ def record_stress(
         StorageError: a file cannot be written.
         TraceError: the training run does not repeat in fresh processes.
     """
-    result = stress_hosts(replace(plan, golden=GoldenFolder()), on_progress)
-    (verdict,), (state,) = result.verdicts, result.states
-    if verdict.status != HEALTHY or result.interrupted:
+    (state,), _, interrupted = run_rounds(replace(plan, golden=GoldenFolder()), on_progress)
+    outcome = stress_outcome([state], interrupted=interrupted)
+    (verdict,) = outcome.verdicts
+    if verdict.status != HEALTHY or interrupted:
         why = "; ".join(reason.text for reason in verdict.reasons) or "the test did not finish"
         raise CorruptionError(f"nothing is recorded, this host is {verdict.status}: {why}")
     files = []
@@ -46,4 +48,4 @@ def record_stress(
     if TRAINING in plan.only:
         files.append(folder / f"{'accelerator' if state.on_accelerator else 'processor'}.golden")
         record_trace(workload_of({"config": small_run(state.on_accelerator)}), files[-1])
-    return result, files
+    return outcome, files

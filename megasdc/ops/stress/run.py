@@ -15,9 +15,9 @@ from megasdc.ops.stress.arrange import pairings, turns_of_round
 from megasdc.ops.stress.drill import DrillRequest, summarize_drills
 from megasdc.ops.stress.golden import GoldenFolder
 from megasdc.ops.stress.host import HostLinks, Place
-from megasdc.ops.stress.host_verdict import judge_stress
-from megasdc.ops.stress.pair_links import keep_figures, measure_pairs, report_links
-from megasdc.ops.stress.result import StressResult
+from megasdc.ops.stress.host_verdict import HostVerdict
+from megasdc.ops.stress.pair_links import keep_figures, measure_pairs
+from megasdc.ops.stress.result import stress_outcome
 from megasdc.ops.stress.state import (
     ALONE,
     COLLECTIVES,
@@ -30,6 +30,7 @@ from megasdc.ops.stress.state import (
     load_state,
     save_state,
 )
+from megasdc.output.outcome import Outcome
 
 MEETINGS = 3
 """Partners of a host in a round; with two or more, a host that is always wrong is named in the first round."""
@@ -73,8 +74,18 @@ class StressPlan:
         return {"hosts": list(self.slots), "only": list(self.only), "drill": drill}
 
 
-def stress_hosts(plan: StressPlan, on_progress: Progress = lambda done, total: None) -> StressResult:
-    """Tests all hosts; Ctrl-C ends it with the results so far.
+def stress_hosts(plan: StressPlan, on_progress: Progress = lambda done, total: None) -> Outcome[HostVerdict]:
+    """Tests all hosts, and judges them; see ``run_rounds``."""
+    states, drilled, interrupted = run_rounds(plan, on_progress)
+    return stress_outcome(states, plan.drill, drilled, interrupted)
+
+
+def run_rounds(
+    plan: StressPlan, on_progress: Progress = lambda done, total: None
+) -> tuple[list[HostState], list[dict[str, Any]] | None, bool]:
+    """Tests all hosts; Ctrl-C ends it with what is known so far.
+
+    Returns the states of all hosts, the effects of a drill's faults, None: not known, and whether it was interrupted.
 
     Raises:
         TraceError: a state to continue from is damaged or of another plan.
@@ -83,7 +94,7 @@ def stress_hosts(plan: StressPlan, on_progress: Progress = lambda done, total: N
     states = {host: _state(plan, host) for host in plan.slots}
     links = HostLinks(plan.slots, Transport(plan.remote, plan.ssh_port), plan.timeout_s)
     test = _Test(plan, states, links)
-    drill: list[dict[str, Any]] | None = None
+    drilled: list[dict[str, Any]] | None = None
     interrupted = False
     try:
         test.start()
@@ -93,14 +104,13 @@ def stress_hosts(plan: StressPlan, on_progress: Progress = lambda done, total: N
             test.run_round(number)
             on_progress(number, plan.rounds)
             number += 1
-        drill = test.drill_summary()
+        drilled = test.drill_summary()
     except KeyboardInterrupt:
         interrupted = True
     finally:
         test.note_losses()
         links.close()
-    whole = list(states.values())
-    return StressResult(judge_stress(whole), plan.drill, drill, interrupted, whole, report_links(whole))
+    return list(states.values()), drilled, interrupted
 
 
 def _state(plan: StressPlan, host: str) -> HostState:

@@ -6,7 +6,7 @@ from megasdc.common.addresses import Address
 from megasdc.common.errors import ConfigError
 from megasdc.config.load import parse_config
 from megasdc.config.repeatability import DifferenceCause
-from megasdc.ops.determinism_check.check import FirstDifference, RepeatReport, compare_two_runs, smallest_layout
+from megasdc.ops.determinism_check.check import FirstDifference, _outcome, compare_two_runs, smallest_layout
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 
@@ -71,15 +71,19 @@ def test_batch_sizes_that_never_fit_are_refused():
         smallest_layout(_config(9, 4, 2))
 
 
+def _text(outcome):
+    return "\n".join([outcome.page.verdict, *outcome.page.sentences])
+
+
 def test_exit_codes_and_text():
     """1 when runs differ, 3 for causes alone, 0 for neither; the text names the difference."""
     cause = DifferenceCause("A", "b", "c", "runs")
     difference = FirstDifference("step 1, parameter, w", "b", "x", 2, 3)
     layout = smallest_layout(_config(8, 4, 2))
-    assert RepeatReport([]).exit_code == 0
-    assert RepeatReport([cause]).exit_code == 3
-    both = RepeatReport([cause], layout, 3, "d", 3, difference=difference)
-    hidden = RepeatReport([], layout, 3, "d", 3, observed=False).render()
-    assert "submodules were not compared" in hidden and "all submodules" in RepeatReport([], layout, 3, "d", 3).render()
+    assert _outcome([]).exit_code == 0
+    assert _outcome([cause]).exit_code == 3
+    both = _outcome([cause], layout, 3, "d", 3, difference=difference)
+    hidden = _text(_outcome([], layout, 3, "d", 3, observed=False))
+    assert "submodules were not compared" in hidden and "all submodules" in _text(_outcome([], layout, 3, "d", 3))
     assert both.exit_code == 1 and both.as_dict()["exit_code"] == 1
-    assert "found: A: b" in both.render() and "first at step 1, parameter, w: b and x; 2 of 3" in both.render()
+    assert "found: A: b" in _text(both) and "first at step 1, parameter, w: b and x; 2 of 3" in _text(both)

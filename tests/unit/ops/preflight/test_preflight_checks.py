@@ -23,30 +23,26 @@ from megasdc.ops.preflight.commands import Commands, Done
 from megasdc.ops.preflight.inputs import judged
 from megasdc.ops.preflight.job import divided, scratch_folder
 from megasdc.ops.preflight.request import PreflightRequest
-from megasdc.ops.preflight.result import CheckResult, CheckStatus, PreflightFinding, PreflightResult
+from megasdc.ops.preflight.result import CheckStatus, PreflightFinding, preflight_outcome
 from megasdc.ops.preflight.storage import PIECE, measure
 
 OK, WARNING, FAILED, NOT_DONE = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.FAILED, CheckStatus.NOT_DONE
 LATER = tuple(CHECKS)[1:]
 
 
-def result_of(*findings: tuple[CheckStatus, int]) -> PreflightResult:
-    """Checks a, b, ... with a status and an exit code each."""
-    names = "abcdefg"
-    return PreflightResult(
-        [
-            CheckResult(name, PreflightFinding(status, "", code), 0.0)
-            for name, (status, code) in zip(names, findings, strict=False)
-        ]
-    )
+def outcome_of(*findings: tuple[CheckStatus, int]) -> tuple[int, str]:
+    """Exit code and verdict of checks a, b, ... with a status and an exit code each."""
+    named = zip("abcdefg", findings, strict=False)
+    outcome = preflight_outcome([PreflightFinding(status, "", code, name=name) for name, (status, code) in named])
+    assert outcome.contents["verdict"] == outcome.page.verdict
+    return outcome.exit_code, outcome.page.verdict
 
 
 def test_the_first_failure_gives_the_exit_code() -> None:
     """Warnings and checks that were not done give 0, which scripts take for ready."""
-    ready = result_of((OK, 0), (WARNING, 0), (NOT_DONE, 0))
-    assert ready.exit_code == 0 and ready.verdict == "ready, with a warning of b, without c"
-    broken = result_of((OK, 0), (FAILED, 77), (WARNING, 0), (FAILED, 73))
-    assert broken.exit_code == 77 and broken.verdict == "not ready: b, d failed, exit code 77"
+    assert outcome_of((OK, 0), (WARNING, 0), (NOT_DONE, 0)) == (0, "ready, with a warning of b, without c")
+    broken = outcome_of((OK, 0), (FAILED, 77), (WARNING, 0), (FAILED, 73))
+    assert broken == (77, "not ready: b, d failed, exit code 77")
 
 
 def configured(folder: Path, **sections: Any) -> Path:
@@ -69,13 +65,13 @@ def configured(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def made(folder: Path, path: Path, **options: Any) -> dict[str, CheckResult]:
+def made(folder: Path, path: Path, **options: Any) -> dict[str, PreflightFinding]:
     """The checks of a preflight on this host, by name; it leaves what is in the folder as it was."""
     before = {one: one.stat().st_mtime_ns for one in folder.rglob("*") if one.is_file()}
     result = run_preflight(PreflightRequest(path, num_ranks=1, **options))
     assert {one: one.stat().st_mtime_ns for one in folder.rglob("*") if one.is_file()} == before
-    assert [one.name for one in result.checks] == list(CHECKS)
-    return {one.name: one for one in result.checks}
+    assert [one.name for one in result.verdicts] == list(CHECKS)
+    return {one.name: one for one in result.verdicts}
 
 
 def test_a_wrong_configuration_ends_all(tmp_path: Path) -> None:
@@ -84,17 +80,17 @@ def test_a_wrong_configuration_ends_all(tmp_path: Path) -> None:
         folder = tmp_path / said.split()[0]
         folder.mkdir()
         checks = made(folder, configured(folder, **wrong))
-        assert checks["configuration"].finding.exit_code == 70 and said in checks["configuration"].finding.text
-        assert {checks[name].finding.status for name in LATER} == {NOT_DONE}
+        assert checks["configuration"].exit_code == 70 and said in checks["configuration"].text
+        assert {checks[name].status for name in LATER} == {NOT_DONE}
         assert not (folder / "run").exists()
 
 
 def test_checks_that_need_a_failed_one_are_not_done(tmp_path: Path) -> None:
     """Data that are not there are 71; no run is launched, and what does not need them is checked."""
     checks = made(tmp_path, configured(tmp_path), skip=("storage",))
-    assert (checks["data"].finding.status, checks["data"].finding.exit_code) == (FAILED, 71)
-    assert checks["hosts"].finding.status is OK and "this host, 1 rank, torch" in checks["hosts"].finding.text
-    told = {name: checks[name].finding for name in ("storage", "steps", "resume", "cost", "golden", "spares")}
+    assert (checks["data"].status, checks["data"].exit_code) == (FAILED, 71)
+    assert checks["hosts"].status is OK and "this host, 1 rank, torch" in checks["hosts"].text
+    told = {name: checks[name] for name in ("storage", "steps", "resume", "cost", "golden", "spares")}
     assert {one.status for one in told.values()} == {NOT_DONE}
     assert told["storage"].text == "left out by --skip" and "data failed" in told["steps"].text
     assert "megasdc stress --record" in told["golden"].text and "--stress-all" in told["spares"].text
@@ -115,7 +111,7 @@ def test_free_space_is_compared_with_what_is_kept(
     monkeypatch.setattr("megasdc.ops.preflight.storage.MOST_BYTES", 1 << 20)
     for free, status in ((count * size, OK), (count * size - 1, FAILED)):
         monkeypatch.setattr("megasdc.ops.preflight.storage.available_bytes", lambda job, free=free: free)
-        finding = made(tmp_path, path, skip=ONLY_STORAGE)["storage"].finding
+        finding = made(tmp_path, path, skip=ONLY_STORAGE)["storage"]
         assert finding.figures["predicted_checkpoint_bytes"] == size
         assert (finding.status, finding.exit_code) == (status, 0 if status is OK else 77)
         assert finding.figures["write_bytes_per_s"] > 0 and finding.figures["read_bytes_per_s"] > 0
@@ -125,7 +121,7 @@ def test_a_disk_that_fails_during_a_check_fails_that_check(tmp_path: Path, monke
     """The others are made, and the verdict is told: no traceback."""
     gone = tmp_path / "gone"
     monkeypatch.setitem(CHECKS, "storage", Check(lambda job: PreflightFinding(OK, gone.read_text())))
-    finding = made(tmp_path, configured(tmp_path), skip=ONLY_STORAGE)["storage"].finding
+    finding = made(tmp_path, configured(tmp_path), skip=ONLY_STORAGE)["storage"]
     assert finding.status is FAILED and finding.exit_code == StorageError.exit_code
     assert str(gone) in finding.text and "No such file" in finding.text
 
@@ -291,7 +287,7 @@ def test_a_spare_of_another_size_is_a_warning(tmp_path: Path, monkeypatch: pytes
 
     def hosts() -> PreflightFinding:
         result = run_preflight(PreflightRequest(path, hostfile=tmp_path / "hosts", skip=skip))
-        return next(one.finding for one in result.checks if one.name == "hosts")
+        return next(one for one in result.verdicts if one.name == "hosts")
 
     assert hosts().status is WARNING and "d has slots=1, hosts of the run 2" in hosts().text
     wrong[:] = ["c"]

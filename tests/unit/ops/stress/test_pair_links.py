@@ -16,10 +16,11 @@ from rich.console import Console
 
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
 from megasdc.ops.stress import pair_links
-from megasdc.ops.stress.host_verdict import HEALTHY, judge_stress
+from megasdc.ops.stress.host_verdict import HEALTHY
 from megasdc.ops.stress.pair_links import KEPT, LinkEnd, keep_figures, measure_pairs, report_links
-from megasdc.ops.stress.result import StressResult, render_stress
+from megasdc.ops.stress.result import stress_outcome
 from megasdc.ops.stress.state import HostState, load_state, save_state
+from megasdc.output.page import print_page
 
 PLAN = {"hosts": ["a", "b", "c"], "only": ["links"], "drill": None}
 
@@ -41,18 +42,14 @@ def after_three_rounds(rtt_s: Mapping[tuple[str, str], float] | None = None) -> 
     return list(states.values())
 
 
-def result_of(states: list[HostState]) -> StressResult:
-    return StressResult(judge_stress(states), None, None, False, states, report_links(states))
-
-
 def test_a_slow_link_ends_with_78_and_leaves_hosts_healthy() -> None:
     """It is in the JSON and on the terminal; without it the code is 0."""
-    assert result_of(after_three_rounds()).exit_code == 0
-    slow = result_of(after_three_rounds({("a", "c"): 6e-3}))
+    assert stress_outcome(after_three_rounds()).exit_code == 0
+    slow = stress_outcome(after_three_rounds({("a", "c"): 6e-3}))
     assert slow.exit_code == 78 and [one.status for one in slow.verdicts] == [HEALTHY] * 3
     assert set(json.loads(json.dumps(slow.as_dict()))["links"]["slow"]) == {"a - c"}
     text = io.StringIO()
-    render_stress(slow, Console(file=text, width=200))
+    print_page(slow.page, Console(file=text, width=200))
     assert "links: 3 of 3 pairs of hosts measured, round trips 0.1 to 6 ms" in text.getvalue()
     assert "a - c: slow link, latency: round trip 6 ms, usual 0.1 ms" in text.getvalue()
 
@@ -61,9 +58,10 @@ def test_links_that_were_asked_for_and_not_measured_are_no_success() -> None:
     """78, with a note on what failed; where they were not asked for, or there is one host, nothing is said."""
     states = [HostState(name, PLAN, rounds=1) for name in "ab"]
     keep_figures({one.host: one for one in states}, {("a", "b"): {"failed": "no route", "figures": None}}, 1)
-    result = result_of(states)
+    result = stress_outcome(states)
     assert result.exit_code == 78 and "no route" in result.verdicts[0].notes[0]
-    assert result.links is not None and result.links.lines() == ["links: none of 1 pairs of hosts was measured"]
+    (links,) = [line for line in result.page.sections[0].items if "link" in line and "no route" not in line]
+    assert links == "links: none of 1 pairs of hosts was measured"
     assert report_links(states[:1]) is None
     assert report_links([replace(one, plan={**PLAN, "only": ["gemm"]}) for one in states]) is None
 

@@ -9,7 +9,7 @@ import pytest
 
 from megasdc.ops.stress.drill import DrillRequest
 from megasdc.ops.stress.host_verdict import HEALTHY, INCONCLUSIVE, NOT_TESTED, UNHEALTHY, HostVerdict, judge_stress
-from megasdc.ops.stress.result import StressResult
+from megasdc.ops.stress.result import stress_outcome
 from megasdc.ops.stress.state import ALONE, Count, HostState
 
 PLAN = {"hosts": [], "only": ["collectives", "gemm", "training"], "drill": None}
@@ -182,7 +182,7 @@ def test_exit_codes() -> None:
     gone = HostState("c", PLAN, lost={"how": "unreachable", "detail": "x"})
 
     def code(*states: HostState) -> int:
-        return StressResult(judge_stress(states), None, None, False, states).exit_code
+        return stress_outcome(states).exit_code
 
     assert [code(state("a")), code(state("a"), gone), code(bad, gone), code(state("a"), bad)] == [0, 78, 73, 73]
     tie = state("b", products={"0": {"case": 7}})
@@ -199,8 +199,8 @@ def test_a_drill_that_was_not_found_says_why() -> None:
     reasons = {"none came": 0.0, "never said so": 0.2, "too narrow": 0.0}
     did = [{"expected": expected, "changed": 0, "unfired": why} for why, expected in reasons.items()]
     states = [state("a")]
-    report = StressResult(judge_stress(states), DrillRequest("p", "a", faults), did, False, states).drill_report()
-    assert report is not None and not report["found"]
+    report = stress_outcome(states, DrillRequest("p", "a", faults), did).contents["drill"]
+    assert not report["found"]
     assert [fault["unfired"] for fault in report["faults"]] == [
         "it is silent until step 450, and this test ended before that",
         "never said so; 0.2 were to be expected: its rate is low for so short a test",
