@@ -15,7 +15,6 @@ setup(
         "megasdc.config": ["profiles/*.json"],
         "megasdc.lab.sweeps": ["papers/*.json"],
         "megasdc.output": ["templates/*.html"],
-        "megasdc.sdc": ["templates/*.html"],
         "megasdc.tensors": ["*.c"],
     },
     python_requires=">=3.11,<3.14",

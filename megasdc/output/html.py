@@ -40,14 +40,28 @@ def write_page(page: Page, path: Path, option: str = "--html", made: str = "") -
     write_template("page.html", path, option, page=page, made=made, data=data)
 
 
+def page_text(page: Page) -> str:
+    """HTML of a page without figures and scripts: it cannot be sorted or filtered, and is small."""
+    return _render("page.html", page=page, made="", data=None)
+
+
 def write_template(template: str, path: Path, option: str, **values: Any) -> None:
     """Renders a template of ``megasdc/output/templates`` and writes it; ``option`` is named in the error message.
 
     In ``values`` every text is escaped; ``data`` is for the script, JSON values only.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
+
+    text = _render(template, plotly=Markup(get_plotlyjs()), **values)
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; choose another {option}") from error
+
+
+def _render(template: str, **values: Any) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("megasdc.output", "templates"),
@@ -56,11 +70,7 @@ def write_template(template: str, path: Path, option: str, **values: Any) -> Non
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    text = environment.get_template(template).render(plotly=Markup(get_plotlyjs()), **values)
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}; choose another {option}") from error
+    return environment.get_template(template).render(**values)
 
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -23,8 +23,9 @@ _NUMBER_ALONE = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?\s*%?|[-+]?(nan|inf)%?")
 class Cell:
     """One cell of a table, sorted by ``value``; None: by its text.
 
-    ``link``: a relative URL; ``look``: ``bad``, ``good``, ``best`` or empty; ``more``: smaller lines below the text,
-    which a terminal leaves out; ``group``: the text that a filter finds it by, empty: its own.
+    ``link``: a relative URL; ``look``: ``bad``, ``good``, ``best`` or empty, on a page also a shade, ``s1`` to ``s4``,
+    and ``origin``; ``more``: smaller lines below the text, which a terminal leaves out; ``group``: the text that a
+    filter finds it by, empty: its own.
     """
 
     text: str
@@ -192,7 +193,8 @@ class Fold:
 class PageSection:
     """A part of a result under a heading, none where that is empty.
 
-    Sentences come first, then items of a list, facts by label, tables, folded texts and figures.
+    Sentences come first, then items of a list, steps to take with their commands, facts by label, tables, folded texts
+    and figures.
     """
 
     heading: str = ""
@@ -202,6 +204,7 @@ class PageSection:
     figures: Sequence[Figure] = ()
     items: Sequence[str] = ()
     folds: Sequence[Fold] = ()
+    steps: Sequence[Fold] = ()
 
 
 @dataclass(frozen=True)
@@ -290,7 +293,7 @@ def printer(build: Callable[..., Page]) -> Callable[[Any, Console], None]:
 
 
 def _print_section(section: PageSection, console: Console) -> None:
-    told = (section.sentences, section.items, section.facts, section.folds)
+    told = (section.sentences, section.items, section.facts, section.folds, section.steps)
     if not (any(told) or any(one.rows for one in section.tables)):
         return
     if section.heading:
@@ -302,7 +305,7 @@ def _print_section(section: PageSection, console: Console) -> None:
         print_sentence(f"  {label:{wide}}  {value}", console)
     for table in section.tables:
         print_table(table, console)
-    for fold in section.folds:
+    for fold in (*section.steps, *section.folds):
         print_sentence(f"\n{fold.title}\n{fold.text}", console)
     for text in filter(None, (figure.text for figure in section.figures)):
         print_sentence(f"\n{text}", console)
@@ -335,7 +338,7 @@ def print_table(table: Table, console: Console) -> None:
 def _text(cell: Cell) -> Any:
     from rich.text import Text
 
-    return Text(cell.text, style=_LOOKS[cell.look])
+    return Text(cell.text, style=_LOOKS.get(cell.look, ""))
 
 
 def print_sentence(text: str, console: Console, style: str = "") -> None:

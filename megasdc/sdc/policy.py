@@ -18,7 +18,8 @@ from megasdc.events import read_events
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.finding import DONE, Finding, Suspects, describe_ruling
 from megasdc.sdc.host import Host
-from megasdc.sdc.incident import Incident, IncidentEvidence, RankPlace, write_incident
+from megasdc.sdc.incident import Incident, IncidentEvidence, RankPlace
+from megasdc.sdc.incident_page import write_incident
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.incident import conclude
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_state import RankState
-from megasdc.sdc.incident import Environment, FlaggedRank, Incident, IncidentEvidence, RankPlace, write_incident
+from megasdc.sdc.incident import Environment, FlaggedRank, Incident, IncidentEvidence, RankPlace
+from megasdc.sdc.incident_page import write_incident
 
 SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 VERSIONS = {"megasdc": "0.1.0", "torch": "2.13.0"}

@@ -36,7 +36,8 @@ from megasdc.ops.supervise.journal import FOLDER, Journal
 from megasdc.ops.supervise.launch_backend import LaunchBackend
 from megasdc.ops.supervise.policy import Action, FailedAttempt, RestartLimits, decide
 from megasdc.sdc.finding import DONE
-from megasdc.sdc.incident import Environment, FlaggedRank, Incident, IncidentEvidence, RankPlace, write_incident
+from megasdc.sdc.incident import Environment, FlaggedRank, Incident, IncidentEvidence, RankPlace
+from megasdc.sdc.incident_page import write_incident
 
 NOW = 1.8e9
 FIRST, SECOND = "20270115-first", "20270115-second"
