@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from megasdc import __version__
 from megasdc.cli.options import as_typer_takes_it, option
-from megasdc.common.errors import ConfigError, MegasdcError, StorageError
+from megasdc.common.errors import ConfigError, LaunchError, MegasdcError, StorageError
 from megasdc.common.program import FULL, echo, output_console, why_unreadable, write_atomically
 
 if TYPE_CHECKING:
@@ -180,6 +180,20 @@ Overrides = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", help="Override one value; may be repeated. The value is read as JSON."),
 ]
 ConfigOption = Annotated[Path, input_option("--config", reads=ConfigError, help="JSON configuration file.")]
+LauncherArgs = Annotated[
+    tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
+]
+Script = Annotated[
+    Path | None, input_option("--script", reads=LaunchError, help="Training script; default: pretrain_gpt.py.")
+]
+AllowChanged = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        "--allow-changed",
+        metavar="PATH",
+        help="Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Out = Annotated[Path | None, output_option("--out", help="Also write the result, whole, as JSON.")]
 

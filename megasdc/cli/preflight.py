@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import ConfigOption, Json, Out, Overrides, app, input_option, print_outcome
+from megasdc.cli.app import ConfigOption, Json, LauncherArgs, Out, Overrides, Script, app, input_option, print_outcome
 from megasdc.cli.options import option
 from megasdc.common.errors import LaunchError, TraceError
 
@@ -18,9 +17,7 @@ class PreflightOptions:
     """Options of ``megasdc preflight``; those of ``megasdc supervise`` have its meaning."""
 
     config_path: ConfigOption
-    launcher_args: Annotated[
-        tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
-    ] = ()
+    launcher_args: LauncherArgs = ()
     hostfile: Path | None = option(
         None,
         "Lines `NAME slots=N`, spares too: see megasdc.supervise.num_hosts; without: this host.",
@@ -28,9 +25,7 @@ class PreflightOptions:
         reads=LaunchError,
     )
     num_ranks: int | None = option(None, "Ranks of this host, without a hostfile.", min=1)
-    script: Path | None = option(
-        None, "Training script; default: pretrain_gpt.py.", make=input_option, reads=LaunchError
-    )
+    script: Script = None
     overrides: Overrides = ()
     steps: int = option(20, "Steps of the short runs.", min=2)
     skip: str = option(

@@ -12,9 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from megasdc.cli.app import (
+    AllowChanged,
     ConfigOption,
     Json,
+    LauncherArgs,
     Overrides,
+    Script,
     app,
     input_argument,
     input_option,
@@ -113,9 +116,7 @@ class LaunchOptions:
     """Options of ``megasdc launch``; those of ``LaunchRequest``, where None is its default."""
 
     config_path: ConfigOption
-    launcher_args: Annotated[
-        tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
-    ] = ()
+    launcher_args: LauncherArgs = ()
     hostfile: Path | None = option(
         None, "Lines `NAME slots=N`; without: this host.", make=input_option, reads=LaunchError
     )
@@ -123,15 +124,9 @@ class LaunchOptions:
     include: str = option("", "Only these hosts: NAME[:SLOT,...][@NAME...].")
     exclude: str = option("", "All hosts but these; same form.")
     backend: str = option("pdsh", "pdsh, openmpi, slurm, ...: DeepSpeed's backend.", "--launcher")
-    script: Path | None = option(
-        None, "Training script; default: pretrain_gpt.py.", make=input_option, reads=LaunchError
-    )
+    script: Script = None
     overrides: Overrides = ()
-    allow_changed: tuple[str, ...] = option(
-        (),
-        "Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
-        metavar="PATH",
-    )
+    allow_changed: AllowChanged = ()
 
 
 @app.command("launch", epilog="Example: megasdc launch --hostfile launch/hostfile.example --config configs/smoke.json")

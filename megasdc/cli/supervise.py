@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import ConfigOption, Overrides, app, input_option
+from megasdc.cli.app import AllowChanged, ConfigOption, LauncherArgs, Overrides, Script, app, input_option
 from megasdc.cli.options import option
 from megasdc.common.errors import LaunchError
 
@@ -18,24 +17,16 @@ class SuperviseOptions:
     """Options of ``megasdc supervise``; those of ``megasdc launch`` have its meaning."""
 
     config_path: ConfigOption
-    launcher_args: Annotated[
-        tuple[str, ...], typer.Argument(metavar="[-- OPTIONS]", help="More options for DeepSpeed's launcher.")
-    ] = ()
+    launcher_args: LauncherArgs = ()
     hostfile: Path | None = option(
         None,
         "Lines `NAME slots=N`, spares too: see megasdc.supervise.num_hosts; without: the nodes of this SLURM job.",
         make=input_option,
         reads=LaunchError,
     )
-    script: Path | None = option(
-        None, "Training script; default: pretrain_gpt.py.", make=input_option, reads=LaunchError
-    )
+    script: Script = None
     overrides: Overrides = ()
-    allow_changed: tuple[str, ...] = option(
-        (),
-        "Allow a resume with a value of this field that differs from the checkpoint's; may be repeated.",
-        metavar="PATH",
-    )
+    allow_changed: AllowChanged = ()
 
 
 @app.command(

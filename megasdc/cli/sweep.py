@@ -42,8 +42,9 @@ def sweep(options: SweepOptions, as_json: Json = False) -> None:
     Every run is checked before the first one starts. The same command resumes an interrupted sweep; finished
     runs are not repeated. Runs that diverge, end with NaN or fail are results.
     """
+    from megasdc.lab.report.run_pages.study_page import sweep_table_page
     from megasdc.lab.sweeps import sweep as sweeps
-    from megasdc.lab.sweeps.table import render_sweep
+    from megasdc.output.page import printer
 
     if options.only and (options.slurm or options.table or options.task is not None):
         raise typer.BadParameter("--only chooses what is run here; leave it out with --slurm, --task and --table")
@@ -60,7 +61,7 @@ def sweep(options: SweepOptions, as_json: Json = False) -> None:
         _print({"run_id": run.run_id, "label": run.label}, f"finished {run.run_id}: {run.label}", as_json)
     else:
         result = sweeps.gather(opened) if options.table else _run(opened, options, as_json)
-        print_result(result, render_sweep, out=None, as_json=as_json)
+        print_result(result, printer(sweep_table_page), out=None, as_json=as_json)
 
 
 def _run(opened: Sweep, options: SweepOptions, as_json: bool) -> SweepTable:

@@ -398,7 +398,7 @@ def test_a_sweep_of_studies_makes_the_tables_of_nodes(tmp_path: Path, base: Path
     assert own != [row["value"] for row in losses if row["run_id"] == nodes_run(out, "free_run", "n")]
     tables = node_tables(table.nodes)
     assert [one.name for one in tables] == ["rq1_submodules", "rq2_gradients", "rq3_training"]
-    assert all(len(row) == len(one.columns) for one in tables for row in one.rows)
+    assert all(len(row) == len(one.headings) for one in tables for row in one.rows)
 
 
 def nodes_run(out: Path, cell: str, node: str) -> str:

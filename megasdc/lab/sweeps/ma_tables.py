@@ -16,6 +16,7 @@ from megasdc.config.sections import COMPUTATION_SYNC, FREE_RUN, PARAMETER_SYNC
 from megasdc.lab.studies.tables import MismatchRow, StudySummary, summarize_study
 from megasdc.lab.sweeps.results import SweepResults
 from megasdc.ops.run_folder.study_log import WHOLE
+from megasdc.output.page import Cell, Table, number_cell
 
 PLACES = {
     (part, phase): f"mismatch_frequency_{phase}_{part}"
@@ -126,59 +127,38 @@ def _distance(study: StudySummary, quantity: str, replica: int) -> Any:
     return next((one for one in rows if one.fqn == WHOLE), None)
 
 
-@dataclass(frozen=True)
-class Value:
-    """One cell of a table; ``number``: by which it is sorted, None: by its text."""
-
-    text: str
-    number: float | None = None
-
-
-@dataclass(frozen=True)
-class NodeTable:
-    """A table for a terminal or a page: a column of nodes, then values; the heading is the research question."""
-
-    name: str
-    heading: str
-    note: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Value, ...], ...]
-
-
-def node_tables(nodes: Sequence[StudiedNode]) -> list[NodeTable]:
+def node_tables(nodes: Sequence[StudiedNode]) -> list[Table]:
     """The tables of the modes that were run, in the order of the research questions."""
     made = {COMPUTATION_SYNC: _submodules, PARAMETER_SYNC: _gradients, FREE_RUN: _trainings}
     return [make(chosen) for mode, make in made.items() if (chosen := [one for one in nodes if one.mode == mode])]
 
 
-def _submodules(nodes: Sequence[StudiedNode]) -> NodeTable:
+def _submodules(nodes: Sequence[StudiedNode]) -> Table:
     columns = ("node", *(f"{part}, {phase}" for part, phase in PLACES), "wrong steps")
     note = (
         "Mismatch frequency; in brackets what was published of the node that is imitated; then the mean severity, and "
         "the largest in brackets."
     )
-    rows = tuple(
-        (Value(one.label), *(_place(one, *place) for place in PLACES), _count(one.wrong_steps)) for one in nodes
-    )
-    return NodeTable("rq1_submodules", "RQ1, submodules", note, columns, rows)
+    rows = tuple((Cell(one.label), *(_place(one, *place) for place in PLACES), one.wrong_steps) for one in nodes)
+    return Table("rq1_submodules", columns, rows, searched=False, title="RQ1, submodules", note=note)
 
 
-def _gradients(nodes: Sequence[StudiedNode]) -> NodeTable:
+def _gradients(nodes: Sequence[StudiedNode]) -> Table:
     columns = ("node", "noise-to-signal", "at step", "difference of loss")
     note = "Worst ||g_u - g_h|| / ||g_h|| of a step, with what was published; largest difference of loss."
     rows = tuple(
         (
-            Value(one.label),
+            Cell(one.label),
             _number(one.noise, one.published.get(NOISE)),
-            _count(one.noise_step),
+            one.noise_step,
             _number(one.largest_loss_difference),
         )
         for one in nodes
     )
-    return NodeTable("rq2_gradients", "RQ2, gradients of a step", note, columns, rows)
+    return Table("rq2_gradients", columns, rows, searched=False, title="RQ2, gradients of a step", note=note)
 
 
-def _trainings(nodes: Sequence[StudiedNode]) -> NodeTable:
+def _trainings(nodes: Sequence[StudiedNode]) -> Table:
     columns = ("node", "parameters", "difference of loss", "spikes of loss", "disagreement")
     note = (
         "At the end: ||p_u - p_h|| / ||p_h||, difference of training loss, and validation tokens whose most likely "
@@ -186,29 +166,25 @@ def _trainings(nodes: Sequence[StudiedNode]) -> NodeTable:
     )
     rows = tuple(
         (
-            Value(one.label),
+            Cell(one.label),
             _number(one.parameters),
             _number(one.loss_difference),
-            _count(one.spikes),
-            Value("-") if one.disagreement is None else Value(f"{100 * one.disagreement:.2f} %", one.disagreement),
+            one.spikes,
+            number_cell(one.disagreement, ".2%"),
         )
         for one in nodes
     )
-    return NodeTable("rq3_training", "RQ3, a training", note, columns, rows)
+    return Table("rq3_training", columns, rows, searched=False, title="RQ3, a training", note=note)
 
 
-def _place(one: StudiedNode, part: str, phase: str) -> Value:
+def _place(one: StudiedNode, part: str, phase: str) -> Cell:
     row = one.mismatches.get((part, phase))
     frequency = _number(0.0 if row is None else row.frequency, one.published.get(PLACES[part, phase]))
     if row is None or row.severity_mean is None or row.severity_max is None:
         return frequency
-    return Value(f"{frequency.text}; {row.severity_mean:.2g} ({row.severity_max:.2g})", frequency.number)
+    return Cell(f"{frequency.text}; {row.severity_mean:.2g} ({row.severity_max:.2g})", frequency.value)
 
 
-def _count(value: int | None) -> Value:
-    return Value("-") if value is None else Value(f"{value:,}", float(value))
-
-
-def _number(value: float | None, published: float | None = None) -> Value:
+def _number(value: float | None, published: float | None = None) -> Cell:
     text = "-" if value is None else f"{value:.3g}"
-    return Value(text + ("" if published is None else f" [{published:.3g}]"), value)
+    return Cell(text + ("" if published is None else f" [{published:.3g}]"), value)

@@ -124,26 +124,19 @@ MEMORY_UNKNOWN = (
 )
 
 
-@dataclass(frozen=True)
-class LaunchResult:
+@dataclass(frozen=True, kw_only=True)
+class LaunchResult(LaunchVerdict):
     """Result of a launch, as printed by ``--json`` and written to ``launch.json`` beside the records.
 
-    ``met``: faults and standstills of this launch, also where it ended well; ``memory``: as of ``LaunchVerdict``.
+    ``met``: faults and standstills of this launch, also where it ended well.
     """
 
-    exit_code: int
     launch_id: str
     run_dir: str
     hosts: dict[str, list[int]]
     command: list[str]
     launcher_code: int | None
-    failed_rank: int | None
-    failed_host: str | None
-    lines: list[str]
-    stopped_by: int | None
-    ended_by: int | None
     met: list[Met]
-    memory: str | None = None
 
 
 def launch(
@@ -447,19 +440,13 @@ def _without_room(folder: Path) -> str:
 
 def _result(plan: LaunchPlan, verdict: LaunchVerdict, launcher_code: int | None) -> LaunchResult:
     return LaunchResult(
-        exit_code=verdict.exit_code,
+        **vars(verdict),
         launch_id=plan.launch_id,
         run_dir=str(plan.run_dir),
         hosts=plan.placement.slots,
         command=plan.shown_command,
         launcher_code=launcher_code,
-        failed_rank=verdict.rank,
-        failed_host=verdict.host,
-        lines=verdict.lines,
-        stopped_by=verdict.stopped_by,
-        ended_by=verdict.ended_by,
         met=read_met(plan.run_dir, lambda launch: launch == plan.launch_id),
-        memory=verdict.memory,
     )
 
 

@@ -73,17 +73,17 @@ class LaunchVerdict:
 
     Attributes:
         exit_code: returned by the front; 0 only if every rank reported done with 0.
-        rank: the rank that failed first; None if there is none or it is not known.
-        host: its host, as in the hostfile; also set for a launcher that was killed.
+        failed_rank: the rank that failed first; None if there is none or it is not known.
+        failed_host: its host, as in the hostfile; also set for a launcher that was killed.
         lines: the explanation, the cause first.
         stopped_by: number of the signal that the front received, where that ended the launch; None: none did.
-        ended_by: number of the signal that ended the process of ``rank``, None: not known, or none.
+        ended_by: number of the signal that ended the process of ``failed_rank``, None: not known, or none.
         memory: whose want of memory ended it: ``HOST_MEMORY`` or ``RUN_MEMORY``; None: none did.
     """
 
     exit_code: int
-    rank: int | None
-    host: str | None
+    failed_rank: int | None
+    failed_host: str | None
     lines: list[str]
     stopped_by: int | None = None
     ended_by: int | None = None
@@ -164,7 +164,7 @@ def after_suspension(verdict: LaunchVerdict, records: LaunchRecords, stood_still
         f"this launch stood still for {stood_still_s:.0f} s, as where a machine is paused or a job suspended, and "
         "ranks that ran again found that their time was up: no rank and no host is the cause; start again"
     )
-    return replace(verdict, rank=None, host=None, lines=[line, *verdict.lines])
+    return replace(verdict, failed_rank=None, failed_host=None, lines=[line, *verdict.lines])
 
 
 def launcher_killed(records: LaunchRecords, launcher_code: int) -> bool:

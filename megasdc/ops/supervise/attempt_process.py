@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megasdc.common.durable import parse_json, write_durably
 from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.common.origin import boot_id
 from megasdc.ops.launch.front import launch_run
+from megasdc.ops.launch.launch_verdict import LaunchVerdict
 from megasdc.ops.launch.request import LaunchRequest, UserProgram
 from megasdc.ops.launch.supervision import print_front_message
 from megasdc.ops.supervise.diagnosis import SIGNALS
@@ -32,27 +33,19 @@ HELD = (signal.SIGINT, signal.SIGTERM)
 """Signals that who starts a front blocks for it, until it can write down that they have ended it."""
 
 
-@dataclass(frozen=True)
-class FrontResult:
-    """How a launch ended, or why it was refused; fields as of ``megasdc.ops.launch.front.LaunchResult``.
+@dataclass(frozen=True, kw_only=True)
+class FrontResult(LaunchVerdict):
+    """How a launch ended, or why it was refused.
 
     Args:
         ended_at: when it did, seconds since the epoch.
         monotonic: when that was on the monotonic clock of its host; None: of an earlier version.
         boot: id of its kernel since it was booted; None: likewise.
-        memory: as of ``megasdc.ops.launch.launch_verdict.LaunchVerdict``.
     """
 
-    exit_code: int
-    failed_rank: int | None
-    failed_host: str | None
-    lines: list[str]
     ended_at: float = field(default_factory=time.time)
-    stopped_by: int | None = None
-    ended_by: int | None = None
     monotonic: float | None = field(default_factory=time.monotonic)
     boot: str | None = field(default_factory=boot_id)
-    memory: str | None = None
 
 
 def attempt_file(folder: Path, attempt: int, launch_id: str, ending: str) -> Path:
@@ -90,8 +83,7 @@ def run_attempt(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
 def _launch(launch: dict[str, Any], signals: ExitSignals) -> FrontResult:
     try:
         found = launch_run(request_of(launch), on_verdict=signals.only_note)
-        ended = (found.exit_code, found.failed_rank, found.failed_host, found.lines)
-        return FrontResult(*ended, stopped_by=found.stopped_by, ended_by=found.ended_by, memory=found.memory)
+        return FrontResult(**{one.name: getattr(found, one.name) for one in fields(LaunchVerdict)})
     except MegasdcError as error:
         print_front_message(f"error: {error}")
         return FrontResult(error.exit_code, None, None, str(error).splitlines())

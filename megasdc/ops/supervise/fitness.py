@@ -153,11 +153,8 @@ def _ask(
                 silent[answer.host] = said or f"{answer.host}: the check ended with code {answer.value['code']}"
                 continue
             try:
-                lacks = json.loads(answer.value["out"].splitlines()[-1])
-                found += [
-                    UnfitHost(answer.host, one["code"], f"{answer.host}: {one['text']}", one["snapshots"])
-                    for one in lacks
-                ]
+                lacks = [UnfitHost(**one) for one in json.loads(answer.value["out"].splitlines()[-1])]
+                found += [replace(one, host=answer.host, text=f"{answer.host}: {one.text}") for one in lacks]
             except (ValueError, LookupError, TypeError):
                 silent[answer.host] = f"{answer.host}: the check printed {answer.value['out'][-200:]!r}, and no result"
     return found, silent

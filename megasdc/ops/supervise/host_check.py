@@ -2,9 +2,9 @@
 
     python -m megasdc.ops.supervise.host_check REQUEST
 
-``REQUEST`` is JSON with the fields of ``HostRequest``. Printed is a JSON list of ``Lack``, what the host lacks, empty
-where it is fit; on standard error lines of progress while every byte of the data is read. What a launch asks of every
-host (``megasdc.ops.launch.checks``) is not asked again.
+``REQUEST`` is JSON with the fields of ``HostRequest``. Printed is a JSON list of ``UnfitHost``, what the host lacks,
+empty where it is fit; on standard error lines of progress while every byte of the data is read. What a launch asks of
+every host (``megasdc.ops.launch.checks``) is not asked again.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig, load_config
 from megasdc.data.manifest import DataManifest, check_folder, verify_prepared
 from megasdc.ops.launch.on_host.module import PROGRESS_MARK
+from megasdc.ops.supervise.diagnosis import UnfitHost
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 
 MODULE = "megasdc.ops.supervise.host_check"
@@ -74,30 +75,15 @@ class HostRequest:
     modules: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Lack:
-    """What a host lacks.
-
-    Args:
-        code: exit code that a rank would end with there.
-        text: a sentence.
-        snapshots: only snapshots in memory have no room.
-    """
-
-    code: int
-    text: str
-    snapshots: bool = False
-
-
-def check_host(request: HostRequest) -> list[Lack]:
-    """What this host lacks; the data first, whose vocabulary the others need."""
+def check_host(request: HostRequest) -> list[UnfitHost]:
+    """What this host lacks, without its name; the data first, whose vocabulary the others need."""
     if request.config is None:
         return [*_lacks(lambda: _check_imports(request)), *_lacks(_check_shared_memory)]
     try:
         config = load_config(request.config, request.overrides, request.allow_changed)
         layout = check_layout(config, request.ranks)
     except ConfigError as error:
-        return [Lack(error.exit_code, str(error))]
+        return [UnfitHost("", error.exit_code, str(error))]
     found = list(_lacks(lambda: _check_data(config, request.whole)))
     vocab_size = config.megasdc.data.tokenizer.vocab_size
     with suppress(DataError):  # it is among those found
@@ -113,11 +99,11 @@ def check_host(request: HostRequest) -> list[Lack]:
     return found
 
 
-def _lacks(check: Callable[[], None], *, snapshots: bool = False) -> Iterator[Lack]:
+def _lacks(check: Callable[[], None], *, snapshots: bool = False) -> Iterator[UnfitHost]:
     try:
         check()
     except MegasdcError as error:
-        yield Lack(error.exit_code, str(error), snapshots)
+        yield UnfitHost("", error.exit_code, str(error), snapshots)
 
 
 def modules_of(script: str, is_module: bool, folders: Sequence[str]) -> list[str]:

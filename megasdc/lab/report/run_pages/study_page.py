@@ -161,8 +161,7 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
         tiles=_tiles(results),
         notes=_notes(results),
         sections=[
-            *([PageSection(*_paper_heading(table), tables=_scores(table))] if table.trained_scores else []),
-            *_studies(table),
+            *_results(table),
             PageSection("What simulated faults cannot tell", LIMITS),
             PageSection("Runs that are not done", tables=[_lost(lost)])
             if lost
@@ -175,6 +174,17 @@ def sweep_page(folder: Path, title: str | None = None) -> Page:
         ],
         summary=plain_values(table.as_dict()),
     )
+
+
+def sweep_table_page(table: SweepTable) -> Page:
+    """What a sweep has found so far, for a terminal."""
+    return Page(table.name, f"{table.name}: {_verdict(table)}", _state(table), sections=_results(table))
+
+
+def _results(table: SweepTable) -> list[PageSection]:
+    """Scores beside the paper's, and studies of nodes, where the sweep's runs are studies."""
+    scores = [PageSection(*_paper_heading(table), tables=_scores(table))] if table.trained_scores else []
+    return [*scores, *([PageSection("Studies of nodes", tables=node_tables(table.nodes))] if table.nodes else [])]
 
 
 def _verdict(table: SweepTable) -> str:
@@ -226,25 +236,6 @@ def _paper_heading(table: SweepTable) -> tuple[str, list[str]]:
     for name in table.tables:
         sentences.append(f"The paper: {PAPER_TABLES[name].title}; {PAPER_TABLES[name].source}.")
     return ("The paper's table beside ours" if table.tables else "Cells"), sentences
-
-
-def _studies(table: SweepTable) -> list[PageSection]:
-    """Tables of studies of nodes, where the sweep's runs are studies."""
-    return [
-        PageSection(
-            one.heading,
-            [one.note],
-            tables=[
-                Table(
-                    one.name,
-                    one.columns,
-                    [[Cell(value.text, value.number) for value in row] for row in one.rows],
-                    searched=False,
-                )
-            ],
-        )
-        for one in node_tables(table.nodes)
-    ]
 
 
 def _scores(table: SweepTable) -> list[Table]:

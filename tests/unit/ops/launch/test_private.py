@@ -85,7 +85,8 @@ def test_a_launch_that_is_stopped_undoes_what_it_has_done(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals, has_verdict: bool
 ) -> None:
     """However often it is; from the verdict on nothing hides how it has ended."""
-    undone, ended = [], front.LaunchResult(79, "id", "run", {}, [], 0, None, None, [], None, None, [])
+    launch = {"launch_id": "id", "run_dir": "run", "hosts": {}, "command": [], "launcher_code": 0, "met": []}
+    undone, ended = [], front.LaunchResult(79, None, None, [], **launch)
 
     def launched(_request: object, on_verdict: Any = lambda: None, **_options: object) -> front.LaunchResult:
         try:

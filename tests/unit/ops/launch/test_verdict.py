@@ -70,10 +70,10 @@ def test_who_ended_first_on_its_host_is_named_before_those_that_were_ended_then(
     records = records_of({})
     records.ended.update({1: EndedRecord(1, "a", -6, 5.0, "a", 5005.0), 3: EndedRecord(3, "b", -9, 9.0, "b", -66.0)})
     unknown = judge_launch(HOSTS, records, 250)
-    assert (unknown.rank, unknown.host) == (None, None)
+    assert (unknown.failed_rank, unknown.failed_host) == (None, None)
     assert unknown.lines[0].endswith("; which of 2 ranks on several hosts was first is not known")
     verdict = judge_launch(HOSTS, records, 250, clocks=CLOCKS)
-    assert (verdict.rank, verdict.host, verdict.ended_by) == (3, "b", 9)
+    assert (verdict.failed_rank, verdict.failed_host, verdict.ended_by) == (3, "b", 9)
     assert verdict.lines[0].startswith("rank 3 on b: no done record (killed or host lost; launcher said exit code 250")
     assert "; it ended by itself, with exit code -9 (a process was ended by SIGKILL))" in verdict.lines[0]
     assert "rank 1 on a" in verdict.lines[1] and "rank 0 on a: no done record (killed" in verdict.lines[2]
@@ -111,7 +111,7 @@ def test_a_rank_out_of_memory_is_told_with_numbers_and_whose_that_is(
     kill = MemoryKill(8 * GIB, int(others * GIB), GIB, 6 * GIB)
     records.ended[3] = EndedRecord(3, "b", -9, 5.0, "b", -70.0, asdict(kill))
     verdict = judge_launch(HOSTS, records, 247)
-    assert (verdict.rank, verdict.host, verdict.ended_by, verdict.memory) == (3, "b", 9, whose)
+    assert (verdict.failed_rank, verdict.failed_host, verdict.ended_by, verdict.memory) == (3, "b", 9, whose)
     assert "rank 3 on b: no done record" in verdict.lines[0] and said in verdict.lines[0]
     numbers = "out of memory: 8.00 GiB for programs, of which it had 6.00 GiB; other programs use "
     assert f"{numbers}{others:.2f} GiB there" in verdict.lines[0]
@@ -125,7 +125,7 @@ def test_a_rank_out_of_memory_is_told_with_numbers_and_whose_that_is(
     assert judge_launch(HOSTS, records, 247).memory is None, "of the other nobody knows"
     records.ended[1] = EndedRecord(1, "a", -9, 5.0, memory=asdict(kill))
     assert (unknown := judge_launch(HOSTS, records, 247)).memory == (whose if whose == "run" else None)
-    assert unknown.host is None
+    assert unknown.failed_host is None
 
 
 @pytest.mark.parametrize(("others", "whose"), [(1.0, "run"), (2.5, "host")])
@@ -135,7 +135,7 @@ def test_a_rank_whose_worker_the_kernel_has_ended_for_memory_is_told_so(others: 
     kill = MemoryKill(8 * GIB, int(others * GIB), GIB, 2 * GIB)
     records.ended[2] = EndedRecord(2, "b", 1, 5.0, memory=asdict(kill))
     verdict = judge_launch(HOSTS, records, 1)
-    assert (verdict.exit_code, verdict.rank, verdict.host, verdict.memory) == (1, 2, "b", whose)
+    assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host, verdict.memory) == (1, 2, "b", whose)
     assert "the kernel had no memory for a worker of it: 8.00 GiB for programs" in verdict.lines[0]
     records.ended[2] = replace(records.ended[2], memory=None)
     assert judge_launch(HOSTS, records, 1).memory is None and "memory" not in judge_launch(HOSTS, records, 1).lines[0]
@@ -195,9 +195,9 @@ def test_timeouts_after_a_suspension_blame_nobody() -> None:
     """The suspension is told first; other ends, and those of launches that always ran, are what they were."""
     records = records_of(dict.fromkeys(range(4), 75), {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
     verdict = judge_launch(HOSTS, records, 75, clocks=CLOCKS)
-    assert (verdict.exit_code, verdict.host) == (75, "a") and after_suspension(verdict, records, 0.0) == verdict
+    assert (verdict.exit_code, verdict.failed_host) == (75, "a") and after_suspension(verdict, records, 0.0) == verdict
     found = after_suspension(verdict, records, 4000.0)
-    assert (found.exit_code, found.rank, found.host) == (75, None, None)
+    assert (found.exit_code, found.failed_rank, found.failed_host) == (75, None, None)
     assert found.lines[0].startswith("this launch stood still for 4000 s") and found.lines[1:] == verdict.lines
     for code in (0, 71, 73):
         others = records_of({**SUCCESS, 1: 75, 2: code} if code else SUCCESS)
@@ -210,7 +210,7 @@ def test_timeouts_after_a_suspension_blame_nobody() -> None:
     for text in ("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms", "Connection reset by peer"):
         for rank, done in records_of(dict.fromkeys(range(4), 1)).done.items():
             records.done[rank] = replace(done, error_class="RuntimeError", message=text)
-        assert after_suspension(judge_launch(HOSTS, records, 1, clocks=CLOCKS), records, 25.0).host is None
+        assert after_suspension(judge_launch(HOSTS, records, 1, clocks=CLOCKS), records, 25.0).failed_host is None
 
 
 def interrupt(records: LaunchRecords, *ranks: int) -> LaunchRecords:
@@ -225,17 +225,17 @@ def test_interrupted_ranks_are_no_cause() -> None:
     for codes in ({}, {2: 79, 3: 79}):
         ranks = [rank for rank in range(4) if rank not in codes]
         verdict = judge_launch(HOSTS, interrupt(records_of(codes), *ranks), 1, stopped_by=2)
-        assert (verdict.exit_code, verdict.rank) == (130, None)
+        assert (verdict.exit_code, verdict.failed_rank) == (130, None)
         assert "stopped by SIGINT; interrupted before it could save: rank" in verdict.lines[0]
-    assert judge_launch(HOSTS, interrupt(records_of({0: 79, 3: 71}), 1, 2), 1).rank == 3
+    assert judge_launch(HOSTS, interrupt(records_of({0: 79, 3: 71}), 1, 2), 1).failed_rank == 3
     lost = judge_launch(HOSTS, interrupt(records_of({0: 79}), 1, 2), 1)
-    assert (lost.exit_code, lost.rank) == (78, 3)
+    assert (lost.exit_code, lost.failed_rank) == (78, 3)
 
 
 def test_first_is_first_in_time_without_consequences() -> None:
     """A PeerError that came earlier is still a consequence."""
     verdict = judge_launch(HOSTS, records_of({0: 72, 1: 71, 2: 79}, {0: 5.0, 1: 4.0, 2: 1.0}), 79)
-    assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 1, "a")
+    assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host) == (71, 1, "a")
     assert "after it failed: ranks 0 on a, 2 on b" in verdict.lines
     assert "without a done record: rank 3 on b" in verdict.lines
 
@@ -269,9 +269,9 @@ def test_survivor_of_a_killed_rank_is_not_the_cause(error_class: str, message: s
     records.done[0] = DoneRecord(0, "a", 1, error_class, message, 1.0, message)
     records.done.update(records_of({1: 79, 2: 79}).done)
     verdict = judge_launch(HOSTS, records, 1)
-    assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 3, "b")
+    assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host) == (78, 3, "b")
     records.done.update(records_of({3: 71}).done)
-    assert judge_launch(HOSTS, records, 1).rank == 3
+    assert judge_launch(HOSTS, records, 1).failed_rank == 3
 
 
 def test_a_host_whose_launcher_failed_is_told_beside_its_ranks() -> None:
@@ -279,7 +279,7 @@ def test_a_host_whose_launcher_failed_is_told_beside_its_ranks() -> None:
     records = records_of({0: 0, 1: 0})
     records.failed_hosts["b"] = HostRecord("b", 137, 1.0)
     verdict = judge_launch(HOSTS, records, 137)
-    assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 2, "b")
+    assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host) == (78, 2, "b")
     assert "the launcher of host b ended with exit code 137 (a process was ended by SIGKILL)" in verdict.lines
 
 
@@ -287,7 +287,7 @@ def test_a_host_whose_launcher_failed_is_told_beside_its_ranks() -> None:
 def test_an_aborted_rank_is_told_what_ends_ranks_so(launcher_code: int) -> None:
     """PyTorch's watchdog over NCCL, after a timeout or an error of CUDA: the two are not told apart here."""
     verdict = judge_launch(HOSTS, records_of({0: 79, 1: 79, 2: 79}), launcher_code)
-    assert (verdict.exit_code, verdict.rank) == (78, 3)
+    assert (verdict.exit_code, verdict.failed_rank) == (78, 3)
     assert "ended by SIGABRT" in verdict.lines[0] and ABORTED in verdict.lines
     assert ABORTED not in judge_launch(HOSTS, records_of({0: 79}), 247).lines
     lost = records_of({0: 79})
@@ -313,7 +313,7 @@ def test_ranks_that_their_launcher_left_are_no_success_unless_a_stop_was_asked_f
     records = records_of(SUCCESS)
     records.done[2] = replace(records.done[2], launcher_gone=True)
     told = judge_launch(HOSTS, records, 0)
-    assert (told.exit_code, told.host) == (78, "b")
+    assert (told.exit_code, told.failed_host) == (78, "b")
     assert "the launcher of rank 2 on b was killed" in told.lines[0]
     assert judge_launch(HOSTS, records, 1, stopped_by=15, outlived=True).exit_code == 0
 
@@ -327,13 +327,15 @@ def test_the_date_of_a_host_changes_no_verdict(offset_s: float, host: str) -> No
     """Two ranks fail within a second, the first of them on b: it alone is blamed, or nobody is, as clocks are known."""
     records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0}, {host: offset_s})
     verdict = judge_launch(HOSTS, records, 71, clocks=CLOCKS)
-    assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 3, "b")
+    assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host) == (71, 3, "b")
     assert verdict.lines[0].startswith("rank 3 on b failed first with exit code 71 (DataError)")
     unknown = judge_launch(HOSTS, records, 71)
-    assert (unknown.exit_code, unknown.rank, unknown.host) == (71, None, None), "what says most is its code"
+    assert (unknown.exit_code, unknown.failed_rank, unknown.failed_host) == (71, None, None), (
+        "what says most is its code"
+    )
     assert unknown.lines[0].endswith("; which of 2 ranks on several hosts was first is not known")
     alone = records_of({0: 1, 1: 71}, {0: 2.0, 1: 1.0}, {host: offset_s})
-    assert judge_launch(HOSTS, alone, 71).rank == 1, "on one host its monotonic clock tells"
+    assert judge_launch(HOSTS, alone, 71).failed_rank == 1, "on one host its monotonic clock tells"
 
 
 def test_what_was_measured_too_coarsely_or_of_another_boot_tells_no_order() -> None:
@@ -341,14 +343,14 @@ def test_what_was_measured_too_coarsely_or_of_another_boot_tells_no_order() -> N
     records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0})
     for changed in ({"uncertainty_s": 2.0}, {"at": 86400.0}, {"boot_id": "another"}):
         clock = replace(CLOCKS["b"], **changed)
-        assert judge_launch(HOSTS, records, 71, clocks={"a": CLOCKS["a"], clock.boot_id: clock}).host is None
+        assert judge_launch(HOSTS, records, 71, clocks={"a": CLOCKS["a"], clock.boot_id: clock}).failed_host is None
 
 
 def test_a_host_is_known_by_its_boot_whatever_it_is_called() -> None:
     """Ranks write their host's own name, where the hostfile has an address; clocks are of the boot."""
     records = records_of({0: 1, 3: 71}, {0: 2.0, 3: 1.0})
     records.done.update({rank: replace(one, host=f"{one.host}.cluster") for rank, one in records.done.items()})
-    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).rank == 3
+    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).failed_rank == 3
 
 
 @pytest.mark.parametrize("offset_s", OFFSETS)
@@ -360,7 +362,7 @@ def test_a_finding_that_ranks_agree_on_is_the_cause_whoever_ended_first(offset_s
         for rank in (1, 2):
             records.done[rank] = replace(records.done[rank], message=f"{STANDSTILL} 15 s: rank 0")
         verdict = judge_launch(HOSTS, records, 1, clocks=CLOCKS)
-        assert (verdict.exit_code, verdict.rank, verdict.host) == (code, None, None)
+        assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host) == (code, None, None)
         assert verdict.lines[0].startswith(f"ranks 1 on a, 2 on b ended with exit code {code} (")
         assert verdict.lines[1] == "with it failed: ranks 0 on a, 3 on b"
     assert (
@@ -368,15 +370,15 @@ def test_a_finding_that_ranks_agree_on_is_the_cause_whoever_ended_first(offset_s
         .lines[0]
         .startswith("all 4 ranks ended with exit")
     )
-    assert judge_launch(HOSTS, records_of({0: 1, 2: 75}, {0: 1.0, 2: 5.0}), 1, clocks=CLOCKS).rank == 0
+    assert judge_launch(HOSTS, records_of({0: 1, 2: 75}, {0: 1.0, 2: 5.0}), 1, clocks=CLOCKS).failed_rank == 0
     assert judge_launch(HOSTS, records_of({0: 73, 1: 75, 2: 74}), 1).exit_code == 73
 
 
 def test_a_rank_that_waited_for_another_is_explained_by_it() -> None:
     """Its own time limit ended it; which was first is not known, and needs not be."""
     verdict = judge_launch(HOSTS, records_of({0: 75, 3: 71}), 75)
-    assert (verdict.exit_code, verdict.rank, verdict.host) == (71, 3, "b")
-    assert judge_launch(HOSTS, records_of({0: 75, 3: 75}), 75).host is None
+    assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host) == (71, 3, "b")
+    assert judge_launch(HOSTS, records_of({0: 75, 3: 75}), 75).failed_host is None
 
 
 def test_records_of_earlier_versions_have_an_order_on_one_host_alone() -> None:
@@ -384,9 +386,9 @@ def test_records_of_earlier_versions_have_an_order_on_one_host_alone() -> None:
     records = records_of({0: 1, 1: 71}, {0: 2.0, 1: 1.0})
     old = {rank: replace(one, boot_id=None, monotonic=None) for rank, one in records.done.items()}
     records.done.update(old)
-    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).rank == 1
+    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).failed_rank == 1
     records.done[3] = replace(old[1], rank=3, host="b", time=0.5)
-    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).rank is None
+    assert judge_launch(HOSTS, records, 71, clocks=CLOCKS).failed_rank is None
 
 
 def test_kills_on_several_hosts_are_known_as_such_though_nobody_is_named() -> None:
@@ -395,7 +397,7 @@ def test_kills_on_several_hosts_are_known_as_such_though_nobody_is_named() -> No
     for rank, host, code in ((0, "a", -9), (2, "b", -9)):
         records.ended[rank] = EndedRecord(rank, host, code, 5.0)
     found = judge_launch(HOSTS, records, 1)
-    assert (found.rank, found.host, found.ended_by) == (None, None, 9)
+    assert (found.failed_rank, found.failed_host, found.ended_by) == (None, None, 9)
     records.ended[2] = EndedRecord(2, "b", -11, 5.0)
     assert judge_launch(HOSTS, records, 1).ended_by is None
     records.ended[2] = EndedRecord(2, "b", 1, 5.0)
@@ -408,7 +410,7 @@ def test_a_rank_that_ended_with_0_before_its_last_step_is_not_done(stopped_by: i
     records = records_of(SUCCESS)
     records.done[2] = replace(records.done[2], end=None)
     verdict = judge_launch(HOSTS, records, 0, stopped_by=stopped_by)
-    assert (verdict.exit_code, verdict.rank, verdict.host) == (78, 2, "b")
+    assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host) == (78, 2, "b")
     assert "rank 2 on b ended with exit code 0, and not at the last step" in verdict.lines[0]
 
 

@@ -89,7 +89,8 @@ def test_a_start_that_all_ranks_leave_is_no_failure(
 def test_a_signal_after_the_ranks_have_ended_does_not_hide_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a launch comes to its end, and while its result waits for room, which it gets."""
     result, tries = tmp_path / "result.json", list[Path]()
-    done = LaunchResult(0, "a", str(tmp_path), {}, [], 0, None, None, ["all 2 ranks are done"], None, None, [])
+    launch = {"launch_id": "a", "run_dir": str(tmp_path), "hosts": {}, "command": [], "launcher_code": 0, "met": []}
+    done = LaunchResult(0, None, None, ["all 2 ranks are done"], **launch)
 
     def launched(*_: Any, on_verdict: Any = lambda: None) -> LaunchResult:
         on_verdict()
