@@ -11,7 +11,7 @@ import typer
 
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
-from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, choose_saves
+from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, choose_saves, published_rates
 from megasdc.common.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
     plan = replace(
         plan,
         origins=origins.found,
-        published=_published(options.failures, origins),
+        published=published_rates(options.failures.preset, origins),
         notes=(*(() if measured is None else measured.notes), *plan.notes),
     )
     output.write(plan, checkpoint_plan_page)
@@ -152,15 +152,6 @@ def _failures(options: FailureOptions, origins: FigureOrigins) -> tuple[FailureS
     how = published if options.failures_per_host_hour is None else "--failures-per-host-hour"
     origins.found["mtbf_s"] = f"{how}, {hosts:,} hosts ({origins.found.pop('hosts')})"
     return shares, _HOUR_S / (rate * hosts) if rate else math.inf
-
-
-def _published(options: FailureOptions, origins: FigureOrigins) -> str:
-    """What the preset is, where a figure of it was taken."""
-    from megasdc.lab.planning.checkpoints.rates import PRESETS
-
-    name, preset = f"preset {options.preset}", PRESETS[options.preset]
-    taken = any(origin.startswith(name) for origin in origins.found.values())
-    return f"{name}: {preset.source}; {preset.note}; rates are scaled linearly with devices" if taken else ""
 
 
 def _rate_of_host(options: FailureOptions, preset: Preset) -> float:

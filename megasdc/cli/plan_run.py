@@ -13,7 +13,7 @@ import typer
 
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
-from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, choose_saves
+from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, choose_saves, published_rates
 from megasdc.common.errors import DataError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def plan_run(options: PlanRunOptions, output: Output) -> None:
         predictions=tuple(predictions),
         notes=(*notes, *plan.notes),
         origins=origins.found,
-        published=_published(options.fleet, origins),
+        published=published_rates(options.fleet.preset, origins),
     )
     output.write(plan, run_plan_page)
 
@@ -293,12 +293,3 @@ def _intervals(options: PlanRunOptions, has_memory: bool, origins: FigureOrigins
     if memory is not None and disk % memory:
         raise ValueError(f"--disk-steps is {disk}, needed a multiple of --memory-steps, which is {memory}")
     return Intervals(memory, disk)
-
-
-def _published(options: FleetOptions, origins: FigureOrigins) -> str:
-    """What the preset is, where a figure of it was taken."""
-    from megasdc.lab.planning.checkpoints.rates import PRESETS
-
-    name, preset = f"preset {options.preset}", PRESETS[options.preset]
-    taken = any(origin.startswith(name) for origin in origins.found.values())
-    return f"{name}: {preset.source}; {preset.note}; rates are scaled linearly with devices" if taken else ""

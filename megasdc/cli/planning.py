@@ -63,6 +63,15 @@ class FigureOrigins:
         return None
 
 
+def published_rates(name: str, origins: FigureOrigins) -> str:
+    """What a preset of failures is, where a figure of it was taken."""
+    from megasdc.lab.planning.checkpoints.rates import PRESETS
+
+    preset = PRESETS[name]
+    taken = any(origin.startswith(f"preset {name}") for origin in origins.found.values())
+    return f"preset {name}: {preset.source}; {preset.note}; rates are scaled linearly with devices" if taken else ""
+
+
 def choose_saves(
     options: SaveOptions, run: RunCosts | None, sections: MegasdcSection | None, origins: FigureOrigins
 ) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from megasdc.cli.app import Json, app, input_argument, output_folder, print_resu
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError
 from megasdc.common.program import echo
+from megasdc.common.words import duration
 
 if TYPE_CHECKING:
     from megasdc.lab.sweeps.sweep import Sweep
@@ -80,7 +81,8 @@ def _run(opened: Sweep, options: SweepOptions, as_json: bool) -> SweepTable:
             retry_failed=options.retry_failed,
             on_progress=on_progress,
             on_estimate=lambda seconds, left, at_once: console.print(
-                f"{left} runs are left, {at_once} at a time: about {_duration(seconds)}"
+                f"{left} runs are left, {at_once} at a time: about "
+                + ("an unknown time, because the first steps of a run failed" if seconds is None else duration(seconds))
             ),
         )
 
@@ -102,9 +104,3 @@ def _plan_text(opened: Sweep) -> str:
         if run.run_id in opened.chosen
     ]
     return "\n".join([*lines, f"{len(plan.places)} rows from {len(plan.runs)} runs, into {opened.out}"])
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "an unknown time, because the first steps of a run failed"
-    return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min"

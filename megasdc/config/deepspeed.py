@@ -592,13 +592,13 @@ def _master_problems(deepspeed: dict[str, Any], precision: str, offloads: bool) 
         )
 
 
-MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""The package that each of DeepSpeed's monitors imports."""
+MONITORS = {"tensorboard": "tensorboard", "csv_monitor": None, "wandb": "wandb", "comet": "comet_ml"}
+"""The package that each of DeepSpeed's monitors imports; None: none beyond Python's own."""
 
 
 def _monitor_problems(deepspeed: dict[str, Any]) -> Iterator[Problem]:
     for key, package in MONITORS.items():
-        if deepspeed.get(key, {}).get("enabled") and not is_installed(package):
+        if package is not None and deepspeed.get(key, {}).get("enabled") and not is_installed(package):
             yield Problem(
                 (f"{key}.enabled",),
                 f"got true, but the package {package} is not installed; run `pip install {package}` on every host, or "

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.contradictions import find_problems
-from megasdc.config.deepspeed import DeepSpeedPart, fill_defaults, precision_of, recompute_interval_of
+from megasdc.config.deepspeed import MONITORS, DeepSpeedPart, fill_defaults, precision_of, recompute_interval_of
 from megasdc.config.fields import Problem, at_resume_of, element_in, model_in, secret_problems
 from megasdc.config.guard import GuardSettings
 from megasdc.config.model import PRESETS
@@ -87,6 +87,13 @@ class RunConfig:
     def resolved(self) -> dict[str, Any]:
         """Return the complete file with defaults filled in; loading it yields an equal configuration."""
         return {**copy.deepcopy(self.deepspeed), "megasdc": self.megasdc.model_dump(mode="json")}
+
+    def in_folder(self, folder: Path) -> dict[str, Any]:
+        """The same as of a run in another folder, which reports to nobody else and has no earlier checkpoints."""
+        raw = {key: value for key, value in self.resolved().items() if key not in MONITORS}
+        raw["megasdc"]["logging"] |= {"run_dir": str(folder), "prometheus": None}
+        raw["megasdc"]["checkpoint"] |= {"folder": None}
+        return raw
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: Sequence[str] = ()) -> RunConfig:

@@ -78,7 +78,7 @@ def with_tables(path: Path, tables: Mapping[str, Callable[[], str]]) -> tuple[st
         tables: functions that render a table, by NAME.
 
     Raises:
-        ValueError: it holds no table's markers, only one of two, or they are in the wrong order.
+        ValueError: it holds no table's markers, only one of two or several, or they are in the wrong order.
     """
     text = fresh = path.read_text(encoding="utf-8")
     markers = {name: (f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in tables}
@@ -88,9 +88,9 @@ def with_tables(path: Path, tables: Mapping[str, Callable[[], str]]) -> tuple[st
         raise ValueError(f"{path} holds no table; it needs the lines {wanted}")
     for name in held:
         begin, end = markers[name]
-        head, found, rest = fresh.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not found or not closed:
-            raise ValueError(f"{path} needs the line {begin} and after it the line {end}")
-        fresh = f"{head}{begin}\n{tables[name]()}{end}{tail}"
+        head, *parts = fresh.split(begin)
+        tails = parts[0].split(end)[1:] if len(parts) == 1 else []
+        if len(tails) != 1 or end in head:
+            raise ValueError(f"{path} needs the line {begin} once and after it the line {end} once")
+        fresh = f"{head}{begin}\n{tables[name]()}{end}{tails[0]}"
     return text, fresh

@@ -171,12 +171,6 @@ def percent(value: float | None, worse: float | None = None) -> Cell:
     return number_cell(value, "+.3%", look)
 
 
-def few(values: Sequence[object], count: int = 3, none: str = "-") -> str:
-    """The first of several values, and how many more there are."""
-    more = f" and {len(values) - count:,} more" if len(values) > count else ""
-    return ", ".join(map(str, values[:count])) + more or none
-
-
 State = Literal["same", "different", "unsure", "plain"]
 """Colour of the first line: good, bad, in between, none."""
 

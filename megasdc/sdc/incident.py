@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -477,13 +476,6 @@ def _go_on(incident: Incident) -> Instruction:
 def _config(incident: Incident) -> str:
     """The run's complete configuration."""
     return str(Path(incident.run_dir) / "resolved.json")
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in ascending order as ``0-3, 7``."""
-    runs = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
-    ends = [[number for _, number in run] for _, run in runs]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
 
 
 _DONE = {

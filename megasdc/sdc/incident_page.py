@@ -16,6 +16,7 @@ from pathlib import Path
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.common.durable import write_when_room
 from megasdc.common.errors import CorruptionError, StorageError
+from megasdc.common.words import ranges
 from megasdc.output.html import page_text
 from megasdc.output.page import Cell, Fold, Page, PageSection, Table
 from megasdc.sdc.incident import (
@@ -27,7 +28,6 @@ from megasdc.sdc.incident import (
     headline,
     how_often,
     incident_to_json,
-    ranges,
 )
 
 MAX_ROWS, MAX_COLUMNS = 200, 48

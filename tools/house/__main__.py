@@ -13,12 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
+from megasdc.config.table import with_tables
 from tools.bench.machine import ROOT, describe_machine
 from tools.bench.result import Report, Result
 from tools.house.entered import Entered, count
 from tools.house.files import Structure, measure
 from tools.house.imports import read_package
-from tools.house.picture import MARKER, draw, fresh
+from tools.house.picture import MARKER, draw
 
 EXAMPLES = """examples:
   python -m tools.house files
@@ -133,8 +134,8 @@ def _put(given: argparse.Namespace, argv: Sequence[str], name: str, made: str, m
     elif not given.check and not given.write:
         print(made, end="")
     if given.write:
-        given.write.write_text(fresh(given.write, made, marker)[1], encoding="utf-8")
-    if given.check and len(set(fresh(given.check, made, marker))) > 1:
+        given.write.write_text(with_tables(given.write, {marker: lambda: made})[1], encoding="utf-8")
+    if given.check and len(set(with_tables(given.check, {marker: lambda: made}))) > 1:
         command = f"python -m tools.house {name} --write {given.check}"
         print(f"{given.check}: the {name} of the page is out of date; run: {command}", file=sys.stderr)
         return 1

@@ -7,7 +7,6 @@ says that the first imports the third. Rooms of a circle have all arrows between
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from tools.house.files import STOREYS, UPPER, room_of, rooms_of, storey_of
 from tools.house.imports import File, Graph, reachable
@@ -40,21 +39,6 @@ def essential(graph: Graph) -> dict[str, frozenset[str]]:
         return any(other in reach[one] and node not in reach[one] for one in between)
 
     return {node: frozenset(one for one in others if not follows(node, one)) for node, others in graph.items()}
-
-
-def fresh(page: Path, made: str, marker: str = MARKER) -> tuple[str, str]:
-    """Text of a page, and the same with what was made between its markers.
-
-    Raises:
-        ValueError: it has no markers, or not one of each, the begin first.
-    """
-    text = page.read_text(encoding="utf-8")
-    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
-    head, *parts = text.split(begin)
-    tails = parts[0].split(end)[1:] if len(parts) == 1 else []
-    if len(tails) != 1 or end in head:
-        raise ValueError(f"{page}: needs the line {begin} once, and after it the line {end} once; put both in")
-    return text, f"{head}{begin}\n{made}{end}{tails[0]}"
 
 
 def _node(room: str) -> str:

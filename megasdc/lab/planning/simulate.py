@@ -28,6 +28,7 @@ from megasdc.dropcompute.threshold import (
     published_speedup,
 )
 from megasdc.lab.planning.environment import DelayEnvironment
+from megasdc.output.figure import number_or_none
 
 _CHUNK = 1 << 20
 """Approximate number of latencies in memory at once."""
@@ -146,7 +147,7 @@ class SimulationResult:
         share = float(curve.completed_share[place])
         extra = extra_steps_share(1 - share)
         found: dict[str, Any] = {
-            "tau_s": _finite(curve.thresholds_s[place]),
+            "tau_s": number_or_none(curve.thresholds_s[place]),
             "speedup": float(curve.speedup[place]),
             "throughput": float(curve.throughput[place]),
             "completed": share * self.simulation.micro_batches,
@@ -168,7 +169,7 @@ class SimulationResult:
         curve, formulas = self.curve, self.formulas
         completed, speedup = self._formula_curves()
         columns = {
-            "tau_s": [_finite(tau) for tau in curve.thresholds_s],
+            "tau_s": [number_or_none(tau) for tau in curve.thresholds_s],
             "completed_share": curve.completed_share.tolist(),
             "speedup": curve.speedup.tolist(),
             "throughput": curve.throughput.tolist(),
@@ -289,7 +290,3 @@ def _formulas(simulation: Simulation, moments: LatencyMoments, curve: Curve) -> 
 
 def _listed(values: NDArray[np.float64] | None) -> list[float] | None:
     return None if values is None else values.tolist()  # type: ignore[no-any-return]
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

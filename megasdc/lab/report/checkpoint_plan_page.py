@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megasdc.common.words import duration
 from megasdc.lab.planning.checkpoints.formulas import Intervals, elapsed_per_training
 from megasdc.lab.planning.checkpoints.plan import DISK_TIER, MEMORY_TIER, CheckpointPlan, Estimate, Tier
 from megasdc.output.figure import COLOURS, Figure, layout, log_axis, rule, scatter
@@ -22,7 +23,7 @@ _NO_FAILURES = "the job never fails: no save is worth its time but the one at th
 def checkpoint_plan_page(plan: CheckpointPlan) -> Page:
     """The page of a plan of checkpoints."""
     job, best = plan.job, plan.best
-    fails = "no failures" if not job.rate else f"a failure every {duration(job.mtbf_s)} on average"
+    fails = "no failures" if not job.rate else f"a failure every {duration(job.mtbf_s, 1)} on average"
     saves = "; ".join(f"{_NAMES[tier.name]}: {_every(tier, job.costs.step_s)}" for tier in plan.tiers)
     notes = plan.notes if job.rate else (*plan.notes, _NO_FAILURES)
     tables = [_tiers(plan)] if job.rate else []
@@ -38,20 +39,10 @@ def checkpoint_plan_page(plan: CheckpointPlan) -> Page:
     )
 
 
-def duration(seconds: float) -> str:
-    """Seconds as text in the largest unit of which there is at least one."""
-    if math.isinf(seconds):
-        return "never"
-    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def _every(tier: Tier, step_s: float) -> str:
     if tier.steps is None:
         return "only at the end"
-    return f"every {tier.steps:,} steps ({duration(tier.steps * step_s)})" if tier.steps > 1 else "every step"
+    return f"every {tier.steps:,} steps ({duration(tier.steps * step_s, 1)})" if tier.steps > 1 else "every step"
 
 
 def _lost(plan: CheckpointPlan) -> str:
@@ -69,8 +60,8 @@ def _tiers(plan: CheckpointPlan) -> Table:
         formulas = (tier.young_s, tier.daly_s, tier.exact_s)
         cells = [number_cell(seconds / step_s if math.isfinite(seconds) else None, ",.1f") for seconds in formulas]
         best = number_cell(tier.steps, ",d", look="best", missing="never")
-        every = "only at the end" if tier.steps is None else duration(tier.steps * step_s)
-        needed = number_cell(tier.share, ".1%"), duration(tier.mtbf_s)
+        every = "only at the end" if tier.steps is None else duration(tier.steps * step_s, 1)
+        needed = number_cell(tier.share, ".1%"), duration(tier.mtbf_s, 1)
         rows.append((_NAMES[tier.name], *needed, *cells, best, every))
     headings = ("save", "failures", "every", "Young", "Daly", "exact", "best", "best, time")
     note = (
@@ -133,7 +124,7 @@ def _inputs(plan: CheckpointPlan) -> Table:
 def _input(name: str, value: float | bool | None) -> str:
     if value is None or isinstance(value, bool):
         return "yes" if value else "none"
-    return f"{value:.1%}" if name.endswith("_share") else duration(value)
+    return f"{value:.1%}" if name.endswith("_share") else duration(value, 1)
 
 
 def _figures(plan: CheckpointPlan) -> Iterator[Figure]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megasdc.common.words import duration
 from megasdc.lab.planning.runs.measured import PARTS as PARTS_OF_RUN
 from megasdc.lab.planning.runs.measured import Prediction, shares_of
 from megasdc.lab.planning.runs.run_plan import DAY_S, RunPlan
 from megasdc.lab.planning.runs.simulation import FIRST_START, LOST
-from megasdc.lab.report.checkpoint_plan_page import duration
 from megasdc.output.figure import COLOURS, Figure, bars, layout, named_axis, scatter
 from megasdc.output.page import Cell, Page, PageSection, Table, number_cell
 
@@ -38,7 +38,7 @@ def run_plan_page(plan: RunPlan) -> Page:
 def _sentences(plan: RunPlan) -> Iterator[str]:
     fleet, spares = plan.fleet, plan.spares
     yield (
-        f"a failure every {duration(1 / fleet.per_s)}; saves: {_saves(plan)}; "
+        f"a failure every {duration(1 / fleet.per_s, 1)}; saves: {_saves(plan)}; "
         f"by formula, if none waits for a spare, {plan.expected:.2%}"
     )
     yield "of the time: " + ", ".join(f"{name} {share:.2%}" for name, share in plan.parts.items())
@@ -169,13 +169,13 @@ def _inputs(plan: RunPlan) -> Table:
         **{name: _value(getattr(costs, name)) for name in saves},
         **{name: _value(value) for name, value in vars(costs).items() if name.startswith("restart_")},
         "start_per_host_s": f"{fleet.start_per_host_s:g} s",
-        "deciding_s": duration(fleet.deciding_s),
+        "deciding_s": duration(fleet.deciding_s, 1),
         "audit_steps": f"{audits.interval:,}",
         "audit_coverage": f"{audits.coverage:.0%}",
         "step_coverage": f"{audits.step_coverage:.0%}",
         "audit_cost": f"{audits.cost:.1%} of a step",
         "spares": f"{fleet.spares:,}",
-        "repair_hours": duration(fleet.repair_s),
+        "repair_hours": duration(fleet.repair_s, 1),
         "intervals": _saves(plan),
     }
     rows = [(name, value, plan.origins.get(name, "")) for name, value in values.items()]
@@ -185,7 +185,7 @@ def _inputs(plan: RunPlan) -> Table:
 def _value(value: float | bool | None) -> str:
     if value is None or isinstance(value, bool):
         return "yes" if value else "none"
-    return duration(value)
+    return duration(value, 1)
 
 
 def _figures(plan: RunPlan) -> Iterator[Figure]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megasdc.common.words import few
 from megasdc.lab.studies.tables import DistanceRow, StudySummary, torn_note
 from megasdc.ops.run_folder.study_log import WHOLE
-from megasdc.output.page import Page, PageSection, Table, alarming, few, table_of
+from megasdc.output.page import Page, PageSection, Table, alarming, table_of
 
 SPIKES = 20
 """Maximum of steps with a loss spike that are named; the JSON has all."""

@@ -18,11 +18,11 @@ from rich.progress import track
 from megasdc.common.addresses import REPLICA_PHASES
 from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.common.program import at_home, echo, run_program
+from megasdc.common.words import ranges
 from megasdc.lab.traces.traces import TraceReport, compare_traces_of_runs, load_traces
 from megasdc.output.figure import Figure, layout
 from megasdc.output.html import write_page
 from megasdc.output.page import Page, PageSection, Table, print_pages
-from megasdc.sdc.incident import ranges
 
 SHADES = " ░▒▓█"
 """Share of results that differ: none, below 1/3, below 2/3, below 1, all."""

@@ -112,9 +112,6 @@ def _reports(node: int, line: dict[str, Any]) -> Iterator[DeviceReport]:
             yield DeviceReport(node, ranks, device["name"], device["verdict"], device["text"], counters)
 
 
-MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
-
-
 @dataclass(frozen=True)
 class ReplayPlan:
     """What replays have in common.
@@ -222,12 +219,12 @@ def _write_decisions(plan: ReplayPlan, decisions: dict[int, StepDecisions]) -> N
 
 def _config(plan: ReplayPlan, folder: Path) -> RunConfig:
     """The configuration of a replay."""
-    raw = {key: value for key, value in plan.config.resolved().items() if key not in MONITORS}
+    raw = plan.config.in_folder(folder)
     sections = raw["megasdc"]
     audit = sections["audit"]
-    sections["logging"] |= {"run_dir": str(folder), "interval": 1, "prometheus": None, "progress_bar": False}
+    sections["logging"] |= {"interval": 1, "progress_bar": False}
     sections["training"] |= {"stop_step": plan.last, "time_limit_s": None, "eval_interval": 0}
-    sections["checkpoint"] |= {"folder": None, "resume": "auto", "keep_last": 0, "require_verified": "never"}
+    sections["checkpoint"] |= {"resume": "auto", "keep_last": 0, "require_verified": "never"}
     sections["checkpoint"]["memory"] |= {"interval": 0, "partners": False}
     sections["checkpoint"]["archive"] |= {"address": None}
     if not (audit["enabled"] and audit["verify_checkpoints"]):  # with it, saves decide which steps are audited

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from megasdc.common.words import ranges
 from megasdc.lab.triage.conclusion import StepComparison, Verdict
 from megasdc.lab.triage.step_data import SampleData
 from megasdc.lab.triage.step_data_page import SHOWN_CHARACTERS
 from megasdc.lab.triage.triage import Triage
 from megasdc.metrics.writer import ParameterDetails
 from megasdc.output.page import Cell, Page, PageSection, State, Table, number_cell
-from megasdc.sdc.incident import ranges
 
 NAMED = 3
 """Maximum of samples in the sentences."""

@@ -27,7 +27,6 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.run_ranks import run_ranks
 from megasdc.sdc.trace import Trace, compare_traces, read_trace, trace_path
 
-MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 MOST_REPLICAS = 64
 OBSERVED = "results of all submodules, gradients, losses, gradient norms, optimizer states and parameters"
 HIDDEN = (
@@ -217,10 +216,9 @@ def _in_folder(config: RunConfig, folder: Path, prepared: bool) -> dict[str, Any
 
     So checkpoints of a run that was made with it do not change where the check begins.
     """
-    raw = {key: value for key, value in config.resolved().items() if key not in MONITORS}
+    raw = config.in_folder(folder)
     sections = raw["megasdc"]
-    sections["logging"] |= {"run_dir": str(folder), "prometheus": None}
-    sections["checkpoint"] |= {"folder": None, "universal": None, "universal_without": []}
+    sections["checkpoint"] |= {"universal": None, "universal_without": []}
     if not prepared:  # their vocabulary is that of the data that are missing
         sections["model"]["initial_weights"] = None
     return raw

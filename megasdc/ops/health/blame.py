@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megasdc.common.host import DISK, GONE, RUNNING, STOPPED
+from megasdc.common.words import few
 from megasdc.ops.health.phases import COLLECTIVE, NEIGHBOUR, Phase
 from megasdc.ops.health.rank_state import GroupState, RankState
 
@@ -200,8 +201,7 @@ def find_blame(
 def _hosts_text(of_ranks: Sequence[str]) -> str:
     """Several hosts in words; empty: it is one."""
     hosts = sorted(set(of_ranks))
-    shown = ", ".join(hosts[:MAX_SHOWN])
-    return "" if len(hosts) < 2 else f"{shown} and {len(hosts) - MAX_SHOWN} more" if len(hosts) > MAX_SHOWN else shown
+    return "" if len(hosts) < 2 else few(hosts, MAX_SHOWN)
 
 
 def _silent_pairs(states: Sequence[RankState], names: Mapping[str, str]) -> dict[tuple[str, str], int]:

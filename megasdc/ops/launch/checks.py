@@ -15,7 +15,7 @@ from typing import Any
 
 from megasdc.common.errors import DataError, LaunchError, MegasdcError, StorageError
 from megasdc.common.versions import check_range
-from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.hosts import Placement, without_user
 from megasdc.ops.launch.on_host import probe
 from megasdc.ops.launch.remote import HostWatch, Transport
 
@@ -363,6 +363,6 @@ def address_from_here(host: str) -> str | None:
 
 def _resolved(host: str) -> str | None:
     try:
-        return socket.gethostbyname(host.rpartition("@")[2])
+        return socket.gethostbyname(without_user(host))
     except (OSError, UnicodeError):  # the latter: of a name that DNS allows no host
         return None

@@ -31,7 +31,7 @@ from megasdc.ops.health.front.address import front_path
 from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.launch import environment, host_failed, own_lines
 from megasdc.ops.launch.checks import HostReport, address_from_here, inspect_hosts, left_locks, master_address
-from megasdc.ops.launch.hosts import Placement
+from megasdc.ops.launch.hosts import Placement, without_user
 from megasdc.ops.launch.launch_verdict import (
     LaunchVerdict,
     Met,
@@ -361,7 +361,7 @@ def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:
         address = plan.master_addr or address_from_here(first)
     else:
         address = plan.master_addr or master_address(first, report.facts[first])
-    fallback = {**plan.rank.fallback, "MASTER_ADDR": address or first.rpartition("@")[2]}
+    fallback = {**plan.rank.fallback, "MASTER_ADDR": address or without_user(first)}
     return replace(plan, master_addr=address, rank=replace(plan.rank, fallback=fallback))
 
 

@@ -85,6 +85,16 @@ def read_hostfile(path: Path | str) -> dict[str, int]:
     return slots
 
 
+def hostfile_text(slots: Mapping[str, int]) -> str:
+    """The lines of hosts as ``read_hostfile`` reads them."""
+    return "".join(f"{host} slots={count}\n" for host, count in slots.items())
+
+
+def without_user(host: str) -> str:
+    """Name under which other hosts reach a host of a hostfile, which may contain ``user@``."""
+    return host.rpartition("@")[2]
+
+
 def _line_problem(text: str, line_of_host: Mapping[str, int]) -> str | None:
     """Problem of one line of a hostfile, or None."""
     match = HOSTFILE_LINE.fullmatch(text)

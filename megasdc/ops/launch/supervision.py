@@ -16,6 +16,7 @@ from pathlib import Path
 from megasdc.common.credentials import without_credentials
 from megasdc.common.host import DISK_S, PAUSE_S
 from megasdc.ops.launch import environment
+from megasdc.ops.launch.hosts import without_user
 from megasdc.ops.launch.on_host import files, running
 from megasdc.ops.launch.plan import LaunchPlan
 from megasdc.ops.launch.records import LaunchRecords, collect, parse_records, records_dir
@@ -151,7 +152,7 @@ class FailureWatch:
         silent: Callable[[], Mapping[str, float]] = lambda: {},
     ) -> None:
         self._plan, self._silent = plan, silent
-        self._named = {host.rpartition("@")[2]: host for host in plan.placement.hosts}
+        self._named = {without_user(host): host for host in plan.placement.hosts}
         """Hosts of the hostfile, by their names there, and those that ranks have for them."""
         self._stopped, self._all_done_at = StoppedProcesses(plan), math.inf
         self._interval_s = interval_s

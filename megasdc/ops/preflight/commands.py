@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import LaunchError
-from megasdc.ops.supervise.host_tests import end_with_parent
+from megasdc.ops.supervise.host_tests import start_command
 from megasdc.parallel.processes import kill_all
 
 logger = logging.getLogger(__name__)
@@ -86,14 +86,7 @@ class Commands:
         self.started.append(name)
         out, log = (self._folder / f"{name}.{ending}" for ending in ("json", "log"))
         with open(out, "wb") as stdout, open(log, "wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, *program, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
-                preexec_fn=_begin,  # noqa: PLW1509 - there are no threads
-            )
+            process = start_command([sys.executable, *program, *arguments], stdout, stderr)
         try:
             while process.poll() is None:
                 watch()
@@ -107,12 +100,6 @@ class Commands:
             value = None
         code = process.returncode if process.returncode >= 0 else LaunchError.exit_code
         return Done(code, value, log.read_text(encoding="utf-8", errors="replace"))
-
-
-def _begin() -> None:
-    """In a command's process, before its program: Ctrl-C ends it, also where this process ignores that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    end_with_parent()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -21,6 +21,7 @@ from rich.filesize import decimal
 from megasdc.checkpoint.files import MANIFEST_FILE, step_folder
 from megasdc.common.errors import CheckpointError, CorruptionError, DataError, LaunchError, StorageError
 from megasdc.config.checks import check_layout, find_warnings
+from megasdc.config.deepspeed import MONITORS
 from megasdc.config.repeatability import find_causes, find_startup_modules
 from megasdc.data.manifest import DataManifest, check_folder, verify_prepared
 from megasdc.events import read_events
@@ -239,7 +240,6 @@ DIFFERENT = 1
 """Documented exit code of comparisons."""
 POINT = 0.01
 """Share of time that a configured interval of checkpoints may lose against the best without a warning."""
-MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 MEMORY_WARNINGS = ("memory_without_partners", "memory_not_kept")
 HOUR_S = 3600
 

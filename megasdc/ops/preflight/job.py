@@ -22,7 +22,7 @@ from megasdc.common.errors import ConfigError, LaunchError, StorageError
 from megasdc.common.program import OnProgress
 from megasdc.common.run_lock import WITHOUT_FLOCK, open_lock_file
 from megasdc.config.load import RunConfig, load_config
-from megasdc.ops.launch.hosts import read_hostfile
+from megasdc.ops.launch.hosts import hostfile_text, read_hostfile
 from megasdc.ops.launch.plan import LaunchPlan, new_launch_id, plan_launch
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.preflight import remove_on_host
@@ -181,7 +181,7 @@ class Job:
 
 def write_hostfile(path: Path, slots: dict[str, int]) -> Path:
     """Write the lines of some hosts; returns the path."""
-    path.write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()), encoding="utf-8")
+    path.write_text(hostfile_text(slots), encoding="utf-8")
     return path
 
 

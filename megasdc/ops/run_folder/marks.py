@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megasdc.common.words import clock
 from megasdc.events import Event
 from megasdc.ops.run_folder.record import RunRecord
-from megasdc.ops.run_folder.status import clock
 
 FINDING, INCIDENT, FAULT, NOT_FINITE, SKIP = "finding", "incident", "fault injected", "not finite", "skipped step"
 HANG = "hang"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Literal
 
+from megasdc.common.words import clock, duration
 from megasdc.ops.run_folder.record import RunRecord
 
 SILENT_S = 120.0
@@ -54,7 +54,7 @@ def status_of(run: RunRecord) -> RunStatus:
     if run.written_at is None:
         return RunStatus("silent", step, planned, "nothing was written yet.")
     quiet_s = run.quiet_s or 0.0
-    when = f"{ago(quiet_s)} before this page was made ({clock(run.written_at)})"
+    when = f"{duration(quiet_s)} before this page was made ({clock(run.written_at)})"
     if quiet_s <= max(SILENT_S, SILENT_WINDOWS * _window_s(run)):
         return RunStatus("running", step, planned, f"under way at {at}; the last line was written {when}.")
     text = f"no end was recorded; at {at} the last line was written, {when}. It hangs, or was killed."
@@ -69,16 +69,3 @@ def _window_s(run: RunRecord) -> float:
     steps = run.series["speed/step_s"].steps
     between = int(steps[-1] - steps[-2]) if len(steps) > 1 else int(steps[-1])
     return between * float(seconds.values[-1])
-
-
-def clock(seconds: float) -> str:
-    """Date and time in UTC."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def ago(seconds: float) -> str:
-    """A duration in the largest unit of which it has at least two."""
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

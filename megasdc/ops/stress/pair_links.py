@@ -14,6 +14,7 @@ from typing import Any
 from megasdc.common.wire import SECRET_BYTES, Door, connect, own_address_towards
 from megasdc.ops.health.links.judgement import LinkFigures, SlowLink, combined, judge_links, name_places
 from megasdc.ops.health.links.probe import ProbePlan, follow, lead
+from megasdc.ops.launch.hosts import without_user
 from megasdc.ops.stress.state import LINKS, HostState
 
 PLAN = ProbePlan(pings=20, transfers=5, payload_bytes=2 << 20)
@@ -78,7 +79,7 @@ def measure_pairs(
     """
     secret = {pair: tokens(SECRET_BYTES) for pair in pairs}
     opened = ask(
-        {(pair[1], 0): {"do": "open_link", "towards": _address(pair[0]), "token": secret[pair]} for pair in pairs}
+        {(pair[1], 0): {"do": "open_link", "towards": without_user(pair[0]), "token": secret[pair]} for pair in pairs}
     )
     tasks: dict[Place, dict[str, Any]] = {}
     answers: dict[Place, dict[str, Any]] = {}
@@ -91,11 +92,6 @@ def measure_pairs(
             answers |= {(end, 0): {**door, "figures": None} for end in (first, second)}
     answers |= ask(tasks)
     return {pair: answers[pair[0], 0] for pair in pairs if all((end, 0) in answers for end in pair)}
-
-
-def _address(host: str) -> str:
-    """Name of a host of a hostfile, which may contain ``user@``."""
-    return host.rpartition("@")[2]
 
 
 def keep_figures(states: Mapping[str, HostState], answers: Mapping[tuple[str, str], Any], number: int) -> None:

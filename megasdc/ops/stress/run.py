@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.ops.launch.hosts import LOCAL_HOST
+from megasdc.ops.launch.hosts import LOCAL_HOST, without_user
 from megasdc.ops.launch.remote import Transport
 from megasdc.ops.stress.arrange import pairings, turns_of_round
 from megasdc.ops.stress.drill import DrillRequest, summarize_drills
@@ -277,7 +277,7 @@ class _Test:
         """Host to which the first one of a group leads a connection; None: the group is of one host."""
         if len(hosts) == 1:
             return None
-        return _address(hosts[-1]) if self._plan.remote else "127.0.0.1"
+        return without_user(hosts[-1]) if self._plan.remote else "127.0.0.1"
 
     def _note_meeting(self, number: int, hosts: tuple[str, ...], place: Place, said: dict[str, Any]) -> None:
         host, slot = place
@@ -310,8 +310,3 @@ class _Test:
         """Records lost hosts in their states."""
         for host, loss in self._links.lost.items():
             self._states[host].lost = {"how": loss.how, "detail": loss.detail}
-
-
-def _address(host: str) -> str:
-    """Name under which other hosts reach a host; hostfiles may contain ``user@``."""
-    return host.rpartition("@")[2]

@@ -16,13 +16,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import psutil
 
 from megasdc.common.durable import lacks_room, parse_json, probe
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.ops.launch.command import OF_PROGRAMS, parse_launcher_args
+from megasdc.ops.launch.hosts import hostfile_text
 from megasdc.ops.launch.process import end_launcher
 from megasdc.ops.launch.remote import KILL_S, HostWatch
 from megasdc.ops.supervise import fitness
@@ -150,7 +151,7 @@ class StressTests:
         command += [*self._arguments, "--out", str(self._file(host, "json"))]
         if not prefix:
             hostfile = self._file(host, "hosts")
-            hostfile.write_text(f"{host} slots={slots}\n", encoding="utf-8")
+            hostfile.write_text(hostfile_text({host: slots}), encoding="utf-8")
             command += ["--hostfile", str(hostfile)]
             port = parse_launcher_args(self._checks.request.launcher_args, OF_PROGRAMS).ssh_port
             command += [] if port is None else ["--ssh-port", str(port)]
@@ -158,14 +159,7 @@ class StressTests:
 
     def _process(self, host: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with open(self._file(host, "log"), "ab") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a terminal that goes does not end it
-                preexec_fn=end_with_parent,  # noqa: PLW1509 - there are no threads
-            )
+            return start_command(command, log, log)
 
     def take(self) -> list[HostTest]:
         """See ``Tests``."""
@@ -257,6 +251,22 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         print(f"megasdc supervise: {text}", file=sys.stderr, flush=True)
 
 
-def end_with_parent() -> None:
-    """In a new process, before its program: it is interrupted where the process that started it has ended."""
+def start_command(command: Sequence[str], stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, which neither Ctrl-C nor a terminal that goes reaches.
+
+    SIGINT ends it, and all that it has started, also where this process ignores that; it gets it where this one ends.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=_begin,  # noqa: PLW1509 - there are no threads
+    )
+
+
+def _begin() -> None:
+    """In a command's process, before its program."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

@@ -37,6 +37,7 @@ from megasdc.events import Event, read_events
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.hosts import last_step_seen
 from megasdc.ops.health.incident_file import load_hangs
+from megasdc.ops.launch.hosts import hostfile_text
 from megasdc.ops.launch.launch_verdict import RUN_MEMORY, Met
 from megasdc.ops.launch.records import collect
 from megasdc.ops.launch.remote import HostWatch
@@ -279,8 +280,7 @@ class LaunchBackend:
             path.touch()
 
         hostfile = self._file(attempt, "hosts")
-        text = "".join(f"{host} slots={slots}\n" for host, slots in attempt.slots.items())
-        durable.need_room(lambda: durable.write_whole(hostfile, text), hostfile)
+        durable.need_room(lambda: durable.write_whole(hostfile, hostfile_text(attempt.slots)), hostfile)
         overrides = (*self._request.overrides, *self.overrides(attempt))
         request = replace(self._request, hostfile=hostfile, overrides=overrides)
         request = replace(request, launch_id=attempt.launch_id, ended=attempt.ended)

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megasdc.common.host import RUNNING
+from megasdc.common.words import duration
 from megasdc.ops.health.hosts import HostPosition, RankPosition
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
-from megasdc.ops.run_folder.status import ago
 from megasdc.ops.top.view import RunView
 
 FIT = "fit"
@@ -63,7 +63,7 @@ def _head(view: RunView, width: int) -> list[RenderableType]:
     if view.planned:
         bar = ProgressBar(total=view.planned, completed=view.step, width=max(10, min(40, width - 30)))
         row = Table.grid(padding=(0, 2))
-        left = "" if view.eta_s is None else f"left {_duration(view.eta_s)}"
+        left = "" if view.eta_s is None else f"left {duration(view.eta_s)}"
         row.add_row(bar, f"{view.step / view.planned:.0%}", left)
         lines.append(row)
     lines.append(Text("   ".join(_numbers(view)) or "no metrics yet"))
@@ -81,7 +81,7 @@ def _numbers(view: RunView) -> Iterable[str]:
         if value is not None:
             yield text.format(value)
     if view.quiet_s is not None and view.quiet_s > OLD_S and not view.over:
-        yield f"written {ago(view.quiet_s)} ago"
+        yield f"written {duration(view.quiet_s)} ago"
 
 
 def _hosts(view: RunView, room: int | None) -> list[RenderableType]:
@@ -144,17 +144,17 @@ def _concern(view: RunView, host: HostPosition) -> tuple[bool, tuple[bool, float
 
 def _host_label(host: HostPosition) -> Text:
     if host.state == "silent":
-        return Text(f"{host.name} (no sign for {ago(host.age_s)})", style="bold red")
+        return Text(f"{host.name} (no sign for {duration(host.age_s)})", style="bold red")
     if host.state == "ended":
         return Text(f"{host.name} (ended)")
-    old = f" ({ago(host.age_s)} ago)" if host.age_s > OLD_S else ""
+    old = f" ({duration(host.age_s)} ago)" if host.age_s > OLD_S else ""
     return Text(host.name + old, style="bold red" if host.state == "stuck" else "bold")
 
 
 def _in_phase(one: RankPosition) -> Text:
     if one.ended:
         return Text("-")
-    return Text(_duration(one.in_phase_s), style="yellow" if one.in_phase_s > LOST_S else "")
+    return Text(duration(one.in_phase_s), style="yellow" if one.in_phase_s > LOST_S else "")
 
 
 def _process(one: RankPosition) -> Text:
@@ -164,10 +164,6 @@ def _process(one: RankPosition) -> Text:
 def _slow(view: RunView, one: RankPosition) -> Text:
     ratio = view.slow_ratio(one.rank)
     return Text("" if ratio is None else f"{ratio:.2f} times as long", style="yellow")
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 10 else ago(seconds)
 
 
 def _foot(view: RunView) -> list[RenderableType]:

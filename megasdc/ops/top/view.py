@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from megasdc.common.durable import PROBE_BYTES, parse_json
 from megasdc.common.errors import DataError, StorageError
 from megasdc.common.run_lock import read_holder
+from megasdc.common.words import clock
 from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, metrics_row
 from megasdc.ops.health.front.clocks import describe_differing_dates
@@ -35,7 +36,7 @@ from megasdc.ops.run_folder.record import (
     load_recorded_config,
     series_of,
 )
-from megasdc.ops.run_folder.status import SILENT_S, RunStatus, clock, status_of
+from megasdc.ops.run_folder.status import SILENT_S, RunStatus, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import goodput_of
 from megasdc.ops.supervise.met import all_met

@@ -16,6 +16,7 @@ import pytest
 
 from megasdc.common.addresses import BACKWARD, FORWARD, OF_AUDIT, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.common.errors import StorageError, TraceError
+from megasdc.common.words import ranges
 from megasdc.events import Event
 from megasdc.output.html import page_text
 from megasdc.parallel.dims import ParallelDims
@@ -33,7 +34,6 @@ from megasdc.sdc.incident import (
     how_often,
     incident_from_json,
     incident_to_json,
-    ranges,
 )
 from megasdc.sdc.incident_page import MAX_COLUMNS, MAX_ROWS, build_heat_maps, incident_page, write_incident
 from megasdc.sdc.verdict import MAJORITY, PERSISTENT, RankVerdict

@@ -24,6 +24,7 @@ from megasdc.checkpoint.views import Slot, with_derived_weights
 from megasdc.common.errors import MegasdcError
 from megasdc.common.program import at_home, bytes_bar, echo
 from megasdc.common.program import run_program as run_command
+from megasdc.common.words import few
 from megasdc.lab.checkpoints.checkpoints import Options, Report, compare_checkpoints, tensors_to_compare
 from megasdc.lab.checkpoints.digest import Digest, count_bytes, digest_path, is_digest, read_digest
 from megasdc.lab.checkpoints.digest_report import WHATS, DigestReport, FileDifference
@@ -32,11 +33,12 @@ from megasdc.lab.checkpoints.drift import measure_drift
 from megasdc.lab.checkpoints.drift_report import DriftReport, StepDrift, divergent
 from megasdc.lab.checkpoints.extract import write_extracts
 from megasdc.lab.checkpoints.extract_views import is_extract, open_extract_views
+from megasdc.lab.checkpoints.outcome import ComparisonOutcome
 from megasdc.lab.checkpoints.pages.checkpoint_page import comparison_page
 from megasdc.lab.checkpoints.views.open import open_view
 from megasdc.output.figure import COLOURS, DASHES, Figure, Version, layout, scatter
 from megasdc.output.html import write_page
-from megasdc.output.page import Cell, Page, PageSection, Table, few, number_cell, print_pages
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell, print_pages
 from megasdc.tensors.bits import Distance
 
 GROUPS = ("embedding", "attention", "mlp", "norm", "head", "other")
@@ -107,8 +109,7 @@ def drift_verdict(report: DriftReport, run: str) -> str:
     before = report.last_equal_before(run)
     since = f"; step {before} is equal in every bit" if before is not None else "; it is the first that both keep"
     names = divergent(first)
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    where = f"in {', '.join(names[:LISTED])}{more}"
+    where = f"in {few(names, LISTED)}"
     last = steps[-1]
     later = "" if last is first else f" At step {last.step}: {_words(last)}."
     return f"{run}: first divergent step {first.step}, {_words(first)}, {where}{since}.{later}"
@@ -198,38 +199,19 @@ def _headline(report: DriftReport) -> str:
     return f"{len(apart)} of {len(report.runs)} runs part from {report.reference}, {run} first, by step {apart[run]}."
 
 
-def print_drift(folders: Sequence[Path], options: Options, html: Path | None, as_json: bool) -> DriftReport | None:
-    """Measures, prints, and writes the page where ``html`` is given.
-
-    None, after an error message, where nothing could be compared or the page not be written.
-    """
-    quiet = as_json or not sys.stderr.isatty()
+def _measure(folders: Sequence[Path], options: Options, quiet: bool) -> DriftReport:
+    """Measures, with the bytes read so far unless quiet."""
     columns = (SpinnerColumn(), TextColumn("comparing"), TotalFileSizeColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-            task = bar.add_task("comparing", total=0)
-            seen = 0
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("comparing", total=0)
+        seen = 0
 
-            def advance(count: int) -> None:
-                nonlocal seen
-                seen += count
-                bar.update(task, total=seen, completed=seen)
+        def advance(count: int) -> None:
+            nonlocal seen
+            seen += count
+            bar.update(task, total=seen, completed=seen)
 
-            report = measure_drift(folders, options, advance)
-        if html is not None:
-            write_page(drift_page(report), html)
-    except MegasdcError as error:
-        echo(f"compare_checkpoints: error: {error}", err=True)
-        if as_json:
-            echo(json.dumps({"same": False, "runs": [], "not_compared": [str(error)]}, indent=2))
-        return None
-    if as_json:
-        echo(json.dumps(report.as_dict(), indent=2))
-    else:
-        print_pages([drift_page(report)])
-    for problem in report.problems:
-        echo(f"compare_checkpoints: error: {problem}", err=True)
-    return report
+        return measure_drift(folders, options, advance)
 
 
 def digest_page(report: DigestReport, limit: int) -> Page:
@@ -286,22 +268,10 @@ def _row(one: FileDifference) -> tuple[str | int | None, ...]:
     )
 
 
-def goes_by_digest(paths: Sequence[Path], extract: Path | None) -> bool:
-    """Whether a comparison uses manifests: some are given, or extracts are requested."""
-    return extract is not None or any(map(is_digest, paths))
-
-
-def compare_by_digest(
-    paths: Sequence[Path],
-    *,
-    extract: Path | None,
-    as_json: bool,
-    limit: int,
-) -> bool:
-    """Compares manifests, and folders by manifests computed here; prints the result and returns whether all is equal.
+def _compare_by_digest(paths: Sequence[Path], extract: Path | None, quiet: bool) -> tuple[DigestReport, list[Path]]:
+    """Compares manifests, and folders by manifests computed here; also the files of blocks that were written.
 
     ``extract``: folder for the blocks that differ, of each path that is not a manifest; None: none are written.
-    ``limit``: maximum of differences listed.
 
     Raises:
         CheckpointError: one cannot be read, or they have nothing in common.
@@ -314,19 +284,9 @@ def compare_by_digest(
             "of this machine in place of its manifest",
             param_hint="--extract",
         )
-    quiet = as_json or not sys.stderr.isatty()
     with bytes_bar("reading", sum(map(count_bytes, here.values())), quiet=quiet) as advance:
         report = compare_digests([_digest(path, advance) for path in paths])
-    written = []
-    if extract is not None and not report.same:
-        written = write_extracts(report, here, extract)
-    if as_json:
-        echo(json.dumps({**report.as_dict(), "extracts": [str(path) for path in written]}, indent=2))
-    else:
-        print_pages([digest_page(report, limit)])
-        for path in written:
-            echo(f"blocks that differ: {path}, {path.stat().st_size:,} bytes")
-    return report.same
+    return report, [] if extract is None or report.same else write_extracts(report, here, extract)
 
 
 def _digest(path: Path, advance: Callable[[int], None]) -> Digest:
@@ -400,43 +360,50 @@ def compare(
     if html is not None and html.suffix != ".html":
         raise typer.BadParameter(f"{html}: pages are web pages, name a file that ends in .html")
     options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
-    if drift:
-        if ulp or rtol or extract is not None:
-            raise typer.BadParameter("--drift measures differences: remove --ulp, --rtol and --extract")
-        found = print_drift(checkpoints, options, html, as_json)
-        sys.stdout.flush()
-        raise typer.Exit(NOT_COMPARED if found is None or found.problems else SAME if found.same else DIFFERENT)
+    by_digest = not drift and (extract is not None or any(map(is_digest, checkpoints)))
+    if drift and (ulp or rtol or extract is not None):
+        raise typer.BadParameter("--drift measures differences: remove --ulp, --rtol and --extract")
+    if by_digest and (options != Options() or html is not None):
+        raise typer.BadParameter(
+            "--only, --ignore, --weights-only, --ulp, --rtol and --html need the tensors themselves"
+        )
+    how = (drift, by_digest, extract, limit, jobs)
     try:
-        if goes_by_digest(checkpoints, extract):
-            if options != Options() or html is not None:
-                raise typer.BadParameter(
-                    "--only, --ignore, --weights-only, --ulp, --rtol and --html need the tensors themselves"
-                )
-            _leave(compare_by_digest(checkpoints, extract=extract, as_json=as_json, limit=limit), [])
-        report, keys = _compare(checkpoints, options, jobs, quiet=as_json or not sys.stderr.isatty())
-        build = partial(comparison_page, report, keys, options, limit)
+        report, build, written = _compared(checkpoints, options, how, quiet=as_json or not sys.stderr.isatty())
         if html is not None:
             write_page(build(), html)
     except MegasdcError as error:
         echo(f"compare_checkpoints: error: {error}", err=True)
         if as_json:
-            echo(json.dumps({"same": False, "findings": [], "not_compared": [str(error)]}, indent=2))
+            found = {"same": False, "runs" if drift else "findings": [], "not_compared": [str(error)]}
+            echo(json.dumps(found, indent=2))
         raise typer.Exit(NOT_COMPARED) from error
     if as_json:
-        echo(json.dumps(report.as_dict(), indent=2))
+        extracts = {"extracts": [str(path) for path in written]} if by_digest else {}
+        echo(json.dumps(report.as_dict() | extracts, indent=2))
     else:
         print_pages([build()])
-    _leave(report.same, report.problems)
-
-
-def _leave(same: bool, problems: list[str]) -> None:
-    """Exits with the code of the result; flushes first, so that a failed write is noticed."""
-    sys.stdout.flush()
-    for problem in problems:
+        for path in written:
+            echo(f"blocks that differ: {path}, {path.stat().st_size:,} bytes")
+    sys.stdout.flush()  # so that a failed write is noticed
+    for problem in report.problems:
         echo(f"compare_checkpoints: error: {problem}", err=True)
-    if problems:
-        raise typer.Exit(NOT_COMPARED)
-    raise typer.Exit(SAME if same else DIFFERENT)
+    raise typer.Exit(NOT_COMPARED if report.problems else SAME if report.same else DIFFERENT)
+
+
+def _compared(
+    paths: list[Path], options: Options, how: tuple[bool, bool, Path | None, int, int | None], quiet: bool
+) -> tuple[ComparisonOutcome, Callable[[], Page], list[Path]]:
+    """The report of a comparison, its page, and the files of blocks that were written."""
+    drift, by_digest, extract, limit, jobs = how
+    if drift:
+        measured = _measure(paths, options, quiet)
+        return measured, partial(drift_page, measured), []
+    if by_digest:
+        digests, written = _compare_by_digest(paths, extract, quiet)
+        return digests, partial(digest_page, digests, limit), written
+    report, keys = _compare(paths, options, jobs, quiet)
+    return report, partial(comparison_page, report, keys, options, limit), []
 
 
 def _compare(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.filesize import decimal
+
 from megasdc.checkpoint.verify import Standing
-from megasdc.ops.run_folder.status import ago
+from megasdc.common.words import duration, ranges
 from megasdc.output.page import Page, PageSection
-from megasdc.sdc.incident import ranges
 
 
 def inspection_page(found: dict[str, Any]) -> Page:
@@ -18,7 +19,7 @@ def inspection_page(found: dict[str, Any]) -> Page:
     facts = {
         "format": found["format"],
         "step": "" if found["step"] is None else str(found["step"]),
-        "saved": "" if found["time"] is None else f"{found['time']}, {ago(found['age_s'])} ago",
+        "saved": "" if found["time"] is None else f"{found['time']}, {duration(found['age_s'])} ago",
         "layout": "" if layout is None else f"TP{layout['tensor']} x PP{layout['pipeline']} x DP{layout['data']}",
         "storage": storage if found["node"] is None else f"{storage} (node {found['node']})",
         "model": _listed(found["model"]),
@@ -28,8 +29,8 @@ def inspection_page(found: dict[str, Any]) -> Page:
         "audits": "" if found["standing"] is None else str(Standing(**found["standing"])),
         "engine": _listed(found["engine"]),
         "versions": _listed(found["versions"]),
-        "files": f"{found['num_files'] or 'no manifest'}, {_bytes(found['size_bytes'])}",
-        "of that": _listed({kind: _bytes(size) for kind, size in found["size_bytes_by_kind"].items()}),
+        "files": f"{found['num_files'] or 'no manifest'}, {decimal(found['size_bytes'])}",
+        "of that": _listed({kind: decimal(size) for kind, size in found["size_bytes_by_kind"].items()}),
         "states": _listed({name: _plain(value) for name, value in counters.items()}),
         "loader": _listed(dict(list(states.get("loader", {}).items())[:6])),
         "random": ""
@@ -50,21 +51,14 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _wrote(wrote: dict[str, Any]) -> str:
-    return f"ranks {ranges(wrote['ranks'])} wrote {wrote['num_files']} files, {_bytes(wrote['size_bytes'])}"
+    return f"ranks {ranges(wrote['ranks'])} wrote {wrote['num_files']} files, {decimal(wrote['size_bytes'])}"
 
 
 def _slot(one: dict[str, Any]) -> str:
-    size = f", {_bytes(one['size_bytes'])}" if one["size_bytes"] else ""
+    size = f", {decimal(one['size_bytes'])}" if one["size_bytes"] else ""
     counts = f"{one['num_parameters']:,} parameters in {one['num_tensors']:,} tensors"
     return f"{counts}, {', '.join(one['by_dtype'])}{size}"
 
 
 def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

@@ -18,6 +18,7 @@ from megasdc.lab.planning.checkpoints.formulas import (
 )
 from megasdc.lab.planning.checkpoints.job import VERIFIED, JobModel
 from megasdc.lab.planning.checkpoints.simulate import simulate_saves
+from megasdc.output.page import plain_values
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 2, 4, 8)
 """Of the best interval of one kind: intervals that are compared with it."""
@@ -104,7 +105,7 @@ class CheckpointPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON-compatible values; what is infinite is None."""
-        found: dict[str, Any] = _finite(asdict(self))
+        found = plain_values(asdict(self))
         found["job"]["needs"] = self.job.needs
         return found
 
@@ -257,11 +258,3 @@ def _own(job: JobModel, best: Intervals, given: tuple[int, int] | None) -> tuple
             "disk: it is not compared, since saves would wait for each other"
         ]
     return found, []
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megasdc.ops.run_folder.record import RunRecord
-from megasdc.output.figure import Series
+from megasdc.output.figure import Series, number_or_none
 
 WORSE = 0.005
 """Relative increase of the final loss above which a run is a worse case."""
@@ -72,9 +72,9 @@ def _compare(healthy: RunRecord, other: RunRecord) -> Compared:
         run=other,
         at_step=int(steps[-1]) if len(steps) else None,
         loss=float(theirs[-1]) if len(steps) else math.nan,
-        increase=_finite(relative[-1]) if len(steps) else None,
+        increase=number_or_none(relative[-1]) if len(steps) else None,
         eval_loss=None if evaluated is None else float(evaluated.values[-1]),
-        eval_increase=_finite(relative_difference(eval_ours, eval_theirs)[-1]) if len(eval_ours) else None,
+        eval_increase=number_or_none(relative_difference(eval_ours, eval_theirs)[-1]) if len(eval_ours) else None,
         first_difference=int(steps[different.argmax()]) if different.any() else None,
         largest=None if worst is None else (float(relative[worst]), int(steps[worst])),
         num_non_finite=0 if loss is None else int((~np.isfinite(loss.values)).sum()),
@@ -94,7 +94,3 @@ def relative_difference(healthy: np.ndarray, other: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         found = other / healthy - 1
     return np.where(np.isfinite(found), found, np.nan)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

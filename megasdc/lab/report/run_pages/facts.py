@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.common.errors import MegasdcError
+from megasdc.common.words import few
 from megasdc.config.deepspeed import precision_of
 from megasdc.config.faults import DelaySpec, FaultSpec, ProcessFaultSpec
 from megasdc.config.hooks import HookSpec
@@ -102,8 +103,7 @@ def places(run: RunRecord) -> dict[str, str]:
         found["ranks"] = plain(fields.get("world_size"))
     hosts = sorted({one.host for one in run.since_last_start(run.events)})
     if hosts:
-        more = f" and {len(hosts) - LISTED_HOSTS} more" if len(hosts) > LISTED_HOSTS else ""
-        found["hosts"] = ", ".join(hosts[:LISTED_HOSTS]) + more
+        found["hosts"] = few(hosts, LISTED_HOSTS)
     return found
 
 

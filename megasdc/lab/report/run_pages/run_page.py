@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from megasdc.common.errors import StorageError
 from megasdc.common.host import RUNNING
+from megasdc.common.words import clock, few
 from megasdc.lab.report.run_pages.drops import Drops, load_drops
 from megasdc.lab.report.run_pages.facts import highlights, places, run_versions
 from megasdc.lab.report.run_pages.figures.drops import drop_figures
@@ -37,11 +38,11 @@ from megasdc.ops.run_folder.marks import (
     marks_of,
 )
 from megasdc.ops.run_folder.record import RunRecord
-from megasdc.ops.run_folder.status import RunStatus, clock, status_of
+from megasdc.ops.run_folder.status import RunStatus, status_of
 from megasdc.ops.supervise.diagnosis import KINDS
 from megasdc.ops.supervise.goodput import AttemptTime, Goodput, goodput_of
 from megasdc.ops.supervise.met import all_met
-from megasdc.output.page import Cell, Fold, Page, PageSection, State, Table, few, number_cell, plain_values, table_of
+from megasdc.output.page import Cell, Fold, Page, PageSection, State, Table, number_cell, plain_values, table_of
 from megasdc.sdc.incident import headline
 
 _WELL = ("done", "stopped")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasdc.common.words import duration
 from megasdc.config.checks import replica_folder
 from megasdc.lab.report import study_tables
 from megasdc.lab.report.run_pages.facts import highlights, run_versions
@@ -33,7 +34,7 @@ from megasdc.lab.sweeps.results import SweepResults, read_sweep
 from megasdc.lab.sweeps.sweep_file import HEALTHY
 from megasdc.lab.sweeps.table import SweepTable, tabulate
 from megasdc.ops.run_folder.record import load_run
-from megasdc.ops.run_folder.status import ago, status_of
+from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.study_log import WHOLE, Line, read_study
 from megasdc.output.figure import Figure
 from megasdc.output.page import Cell, Page, PageSection, State, Table, number_cell, percent, plain_values, table_of
@@ -214,7 +215,7 @@ def _tiles(results: SweepResults) -> dict[str, str]:
         "rows": f"{len(results.rows):,} of {results.places:,}",
         **{status if status != "nan" else "NaN": f"{count:,}" for status, count in counts.items()},
         "seeds": str(len({row["seed"] for row in results.rows})),
-        "time of all runs": ago(sum(seconds.values())),
+        "time of all runs": duration(sum(seconds.values())),
     }
 
 
@@ -328,7 +329,9 @@ def _facts(results: SweepResults) -> dict[str, str]:
         "ranks of a run": str(said["ranks"]),
         "final loss": f"mean over the last {said['final_steps']} steps",
         "diverged": f"final loss {said['diverged_rise']:.0%} above the lowest that it had reached{above}",
-        "time of a run": f"median {ago(seconds[len(seconds) // 2])}, longest {ago(seconds[-1])}" if seconds else "-",
+        "time of a run": f"median {duration(seconds[len(seconds) // 2])}, longest {duration(seconds[-1])}"
+        if seconds
+        else "-",
         "versions": ", ".join(f"{name} {version}" for name, version in results.sweep["versions"].items()),
         "folder": str(results.folder),
     }
