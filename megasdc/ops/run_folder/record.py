@@ -8,6 +8,7 @@ Reader of JSON lines that may be damaged or still be written: every complete lin
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,57 +33,79 @@ from megasdc.sdc.incident import Incident, load_incidents
 T = TypeVar("T")
 
 
-@dataclass
-class Lines(Generic[T]):
-    """Contents of one file: the rows of its valid lines, and numbers of complete and of damaged lines, the first is 1.
+class LineReader(Generic[T]):
+    """Complete lines of a file of JSON objects; of a file that grows each call reads those that were added.
 
-    ``torn``: whether the last line is incomplete; it is not in ``total``.
+    A line is damaged where ``parse``, which makes a row of an object, raises ``ValueError``, ``TypeError`` or
+    ``KeyError``.
+
+    Attributes:
+        total: number of complete lines so far.
+        damaged: numbers of those that cannot be read, the first line is 1.
+        torn: whether the last line is incomplete; it is not in ``total``.
     """
 
-    name: str
-    rows: list[T] = field(default_factory=list)
-    total: int = 0
-    damaged: list[int] = field(default_factory=list)
-    torn: bool = False
+    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T]) -> None:
+        self.path, self._parse = path, parse
+        self._file_id: int | None = None
+        self._offset = self.total = 0
+        self.damaged: list[int] = []
+        self.torn = False
+
+    def read(self) -> tuple[list[T], bool]:
+        """The new rows, and whether they are all of another file that has taken this one's place.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        with open(self.path, "rb") as file:
+            status = os.fstat(file.fileno())
+            replaced = self._file_id is not None and (status.st_ino != self._file_id or status.st_size < self._offset)
+            self._file_id = status.st_ino
+            file.seek(0 if replaced else self._offset)
+            *lines, rest = file.read().split(b"\n")
+            self._offset = file.tell() - len(rest)
+        self.torn, rows = bool(rest), []
+        for line in lines:
+            self.total += 1
+            try:
+                value = parse_json(line)
+                if not isinstance(value, dict):
+                    raise TypeError("no object")
+                rows.append(self._parse(value))
+            except (ValueError, TypeError, KeyError):
+                self.damaged.append(self.total)
+        return rows, replaced
 
     @property
     def notes(self) -> list[str]:
         """What was ignored, a sentence each."""
-        found = []
+        found, name = [], self.path.name
         if self.damaged:
             more = f", the first is line {self.damaged[0]}" if len(self.damaged) > 1 else f": line {self.damaged[0]}"
-            found.append(
-                f"{self.name}: {len(self.damaged)} of {self.total} lines cannot be read and are left out{more}"
-            )
+            found.append(f"{name}: {len(self.damaged)} of {self.total} lines cannot be read and are left out{more}")
         if self.torn:
             found.append(
-                f"{self.name}: the last line has no end and is left out; it is being written, or its writer was killed"
+                f"{name}: the last line has no end and is left out; it is being written, or its writer was killed"
             )
         return found
 
 
-def read_lines(path: Path, parse: Callable[[dict[str, Any]], T]) -> Lines[T]:
-    """Reads a file of JSON objects, one per line; ``parse`` converts an object to a row.
+def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], notes: list[str], folder: str = "") -> list[T]:
+    """Rows of a whole file, see ``LineReader``; what was ignored is noted, with the ``folder`` before the name.
 
-    A line is damaged where ``parse`` raises ``ValueError``, ``TypeError`` or ``KeyError``. Raises ``DataError`` where
-    the file cannot be read at all.
+    Raises:
+        DataError: it cannot be read at all.
     """
+    reader = LineReader(path, parse)
     try:
-        pieces = path.read_bytes().split(b"\n")
+        rows, _ = reader.read()
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}; look at its permissions, or copy it again"
         ) from error
-    found: Lines[T] = Lines(path.name, total=len(pieces) - 1, torn=bool(pieces[-1]))
-    for number, line in enumerate(pieces[:-1], 1):
-        try:
-            value = parse_json(line)
-            if not isinstance(value, dict):
-                raise TypeError("no object")
-            found.rows.append(parse(value))
-        except (ValueError, TypeError, KeyError):
-            found.damaged.append(number)
-    return found
+    notes.extend(f"{folder}{note}" for note in reader.notes)
+    return rows
 
 
 def load_slowness(run: Path, notes: list[str]) -> dict[int, Series]:
@@ -93,10 +116,8 @@ def load_slowness(run: Path, notes: list[str]) -> dict[int, Series]:
     path = run / HEALTH_FOLDER / SLOWNESS_FILE
     if not path.exists():
         return {}
-    lines = read_lines(path, _row)
-    notes += lines.notes
     kept: list[tuple[int, dict[int, float]]] = []
-    for step, ratios in lines.rows:
+    for step, ratios in read_lines(path, _row, notes):
         while kept and kept[-1][0] >= step:
             kept.pop()
         kept.append((step, ratios))
@@ -269,12 +290,11 @@ def _load_series(folder: Path, notes: list[str]) -> tuple[dict[str, Series], lis
     if not (folder / METRICS_FILE).exists():
         notes.append(f"{METRICS_FILE} is missing: no number was reported yet")
         return {}, []
-    lines = read_lines(folder / METRICS_FILE, metrics_row)
-    notes.extend(lines.notes)
-    series, twice = series_of(lines.rows)
+    rows = read_lines(folder / METRICS_FILE, metrics_row, notes)
+    series, twice = series_of(rows)
     if twice:
         notes.append(f"{METRICS_FILE}: {twice} numbers were reported twice for a step; the later is shown")
-    return series, [row["time"] for row in lines.rows[-1:]]
+    return series, [row["time"] for row in rows[-1:]]
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], int]:
@@ -300,9 +320,7 @@ def _load_events(folder: Path, notes: list[str], on_progress: OnProgress | None)
         notes.append("events/ holds no file of a rank: what happened is not known")
     events: list[list[Event]] = []
     for number, path in enumerate(paths, 1):
-        lines = read_lines(path, event_of)
-        notes.extend(f"events/{note}" for note in lines.notes)
-        events.append(lines.rows)
+        events.append(read_lines(path, event_of, notes, "events/"))
         if on_progress is not None:
             on_progress(f"reading {folder.name}", number, len(paths))
     return in_order(events)

@@ -30,11 +30,13 @@ from megasdc.ops.run_folder.marks import FAULT, details, lane_of
 from megasdc.ops.run_folder.record import (
     CONFIG_FILE,
     LaunchEnding,
+    LineReader,
     RunRecord,
     is_run,
     load_ending,
     load_recorded_config,
     series_of,
+    since_begun_anew,
 )
 from megasdc.ops.run_folder.status import SILENT_S, RunStatus, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
@@ -49,51 +51,19 @@ PACE_ROWS = 50
 T = TypeVar("T")
 
 
-class GrowingLines:
-    """Complete lines that were added to a file of JSON objects since the look before.
+def added_rows(reader: LineReader[T]) -> tuple[list[T], bool]:
+    """See ``LineReader.read``; nothing while the file is not there.
 
-    Attributes:
-        damaged: lines that could not be read.
+    Raises:
+        DataError: this user may not read the file, so that the run would look empty.
     """
-
-    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T]) -> None:
-        self._path, self._parse = path, parse
-        self._file_id: int | None = None
-        self._offset = 0
-        self.damaged = 0
-
-    def read(self) -> tuple[list[Any], bool]:
-        """The new rows, and whether they are all of another file that has taken this one's place.
-
-        Raises:
-            DataError: this user may not read the file, so that the run would look empty.
-        """
-        try:
-            with open(self._path, "rb") as file:
-                status = self._path.stat()
-                replaced = self._file_id is not None and (
-                    status.st_ino != self._file_id or status.st_size < self._offset
-                )
-                if replaced:
-                    self._offset = 0
-                self._file_id = status.st_ino
-                file.seek(self._offset)
-                new = file.read()
-        except PermissionError as error:
-            problem = f"{self._path}: cannot be read: {error.strerror}; ask its owner for the right to"
-            raise DataError(problem) from error
-        except OSError:
-            return [], False
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [row for line in whole.splitlines() if (row := self._row(line)) is not None], replaced
-
-    def _row(self, line: bytes) -> Any:
-        try:
-            return self._parse(parse_json(line))
-        except (ValueError, TypeError, KeyError):
-            self.damaged += 1
-            return None
+    try:
+        return reader.read()
+    except PermissionError as error:
+        problem = f"{reader.path}: cannot be read: {error.strerror}; ask its owner for the right to"
+        raise DataError(problem) from error
+    except OSError:
+        return [], False
 
 
 @dataclass(frozen=True)
@@ -118,10 +88,10 @@ class RunFollower:
 
     def __init__(self, folder: Path, clock: FileClock) -> None:
         self._folder, self._clock = folder, clock
-        self._metrics = GrowingLines(folder / METRICS_FILE, metrics_row)
+        self._metrics = LineReader(folder / METRICS_FILE, metrics_row)
         self._rows: deque[dict[str, Any]] = deque(maxlen=KEPT_ROWS)
         self._evaluation: dict[str, Any] | None = None
-        self._event_files: dict[Path, GrowingLines] = {}
+        self._event_files: dict[Path, LineReader[Event]] = {}
         self._bounds: list[Event] = []
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._rank_hosts: dict[int, str] = {}
@@ -132,7 +102,7 @@ class RunFollower:
         self._read_metrics()
         self._read_events()
         folder, notes = self._folder, self._damages()
-        events = in_order(_by_file([*self._bounds, *self._events]))
+        events = since_begun_anew(in_order(_by_file([*self._bounds, *self._events])))
         hangs, unreadable = self._hangs()
         evaluation = [self._evaluation] if self._evaluation else []
         rows = sorted([*evaluation, *self._rows], key=lambda one: one["step"])
@@ -153,10 +123,10 @@ class RunFollower:
             notes=(*notes, *unreadable),
             quiet_s=quiet_s,
         )
-        return FolderView(run, quiet_s, self._pace_s(), dict(self._rank_hosts))
+        return FolderView(run, quiet_s, self._pace_s(events), dict(self._rank_hosts))
 
-    def _pace_s(self) -> float | None:
-        starts = [one for one in self._bounds if (one.kind, one.rank) == ("start", 0)]  # rank 0 writes metrics
+    def _pace_s(self, events: Sequence[Event]) -> float | None:
+        starts = [one for one in events if (one.kind, one.rank) == ("start", 0)]  # rank 0 writes metrics
         last = max((one.attempt or 0 for one in starts), default=0)
         since = max((one.time for one in starts), default=0.0)
         rows = [
@@ -169,7 +139,7 @@ class RunFollower:
         return (rows[-1][clock] - rows[0][clock]) / steps if steps else None
 
     def _read_metrics(self) -> None:
-        rows, replaced = self._metrics.read()
+        rows, replaced = added_rows(self._metrics)
         if replaced:
             self._rows.clear()
             self._evaluation = None
@@ -181,27 +151,18 @@ class RunFollower:
         new: list[list[Event]] = []
         for path in (self._folder / "events").glob("rank_*.jsonl"):
             if path not in self._event_files:
-                self._event_files[path] = GrowingLines(path, event_of)
-            new.append(self._event_files[path].read()[0])
+                self._event_files[path] = LineReader(path, event_of)
+            new.append(added_rows(self._event_files[path])[0])
         for event in in_order(new):
             self._rank_hosts[event.rank] = event.host
-            if (event.kind, event.name) == ("start", "metrics_set_aside"):
-                self._forget_earlier_run()
-            elif event.kind in ("start", "end"):
+            if event.kind in ("start", "end"):
                 self._bounds.append(event)
             elif lane_of(event) not in ("", FAULT):
                 self._events.append(event)
 
-    def _forget_earlier_run(self) -> None:
-        """Of an earlier run in the same folder is what came before the last start, whose metrics were set aside."""
-        last = next((one for one in reversed(self._bounds) if one.kind == "start"), None)
-        if last is not None:
-            self._bounds = [one for one in self._bounds if _is_since(one, last)]
-            self._events = deque((one for one in self._events if _is_since(one, last)), KEPT_EVENTS)
-
     def _damages(self) -> list[str]:
-        counts = {METRICS_FILE: self._metrics.damaged}
-        counts["events/"] = sum(one.damaged for one in self._event_files.values())
+        counts = {METRICS_FILE: len(self._metrics.damaged)}
+        counts["events/"] = sum(len(one.damaged) for one in self._event_files.values())
         return [f"{name}: {count} damaged lines are left out" for name, count in counts.items() if count]
 
     def _hangs(self) -> tuple[tuple[HangIncident, ...], list[str]]:
@@ -229,13 +190,6 @@ class RunFollower:
             self._made[what] = tuple(stamp), make()
         made: T = self._made[what][1]
         return made
-
-
-def _is_since(event: Event, start: Event) -> bool:
-    """Whether an event is of a start, or of a later one; of earlier versions by its date."""
-    if event.attempt is not None and start.attempt is not None:
-        return event.attempt >= start.attempt
-    return event.time >= start.time
 
 
 def _by_file(events: Iterable[Event]) -> list[list[Event]]:
