@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -236,11 +236,30 @@ def stdout_kept_clean() -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr)
 
 
+def print_text(result: Any, as_json: bool, text: str | None = None) -> None:
+    """Print a result as JSON, see ``plain``, or as text; None: what its ``render`` makes, of several one a line."""
+    if as_json:
+        echo(json.dumps(plain(result), indent=2))
+    elif text is not None:
+        echo(text)
+    else:
+        echo("\n".join(one.render() for one in (result if isinstance(result, list) else [result])))
+
+
+def plain(result: Any) -> Any:
+    """A result as JSON holds it: what its ``as_dict`` makes, or the fields of a dataclass; of a list each entry."""
+    if isinstance(result, list):
+        return [plain(one) for one in result]
+    if hasattr(result, "as_dict"):
+        return result.as_dict()
+    return asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
+
+
 def print_result(result: Any, render: Callable[..., None], *, out: Path | None, as_json: bool) -> None:
     """Print a result for people or as JSON, and then write it as JSON where that was asked for.
 
     Args:
-        result: anything with `as_dict()`.
+        result: see ``plain``.
         render: writes it to a rich console: `render(result, console)`.
         out: file to write, or None.
         as_json: print JSON instead of rendering.
@@ -248,7 +267,7 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
     Raises:
         StorageError: the file cannot be written.
     """
-    text = json.dumps(result.as_dict(), indent=2)
+    text = json.dumps(plain(result), indent=2)
     if as_json:
         echo(text)
     else:

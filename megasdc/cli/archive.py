@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, archive_app, input_argument, output_folder
+from megasdc.cli.app import Json, archive_app, input_argument, output_folder, print_text
 from megasdc.common.errors import CheckpointError
 from megasdc.common.program import at_home, echo
 
@@ -55,7 +54,7 @@ def push(
     """
     from megasdc.ops.archive.push import push_checkpoint
 
-    _print(
+    print_text(
         push_checkpoint(
             checkpoint, address, run=run, quantize_bits=quantize_moments, workers=workers, progress=not as_json
         ),
@@ -98,7 +97,7 @@ def pull(
         workers=workers,
         progress=not as_json,
     )
-    _print(report, as_json)
+    print_text(report, as_json)
 
 
 @archive_app.command("list", epilog="Example: megasdc archive list /backup/archive")
@@ -114,7 +113,7 @@ def list_steps(address: Address, run: RunId = None, as_json: Json = False) -> No
 
     entries = read_entries(open_archive(address), run)
     if as_json:
-        echo(json.dumps([entry.as_dict() for entry in entries], indent=2))
+        print_text(entries, as_json)
     for entry in entries if not as_json else ():
         told = entry.as_dict()
         when = "" if told["time"] is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["time"]))
@@ -144,7 +143,7 @@ def verify(
     from megasdc.ops.archive.verify import verify
 
     report = verify(address, delete_damaged=delete_damaged, workers=workers, progress=not as_json)
-    _print(report, as_json)
+    print_text(report, as_json)
     raise typer.Exit(0 if report.ok else CheckpointError.exit_code)
 
 
@@ -168,11 +167,7 @@ def prune(
     """
     from megasdc.ops.archive.prune import prune_archive
 
-    _print(
+    print_text(
         prune_archive(address, run=run, keep_last=keep_last, keep_every=keep_every, steps=step, dry_run=dry_run),
         as_json,
     )
-
-
-def _print(report: Any, as_json: bool) -> None:
-    echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())

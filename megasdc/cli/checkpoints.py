@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from megasdc.cli.app import Json, app, input_argument, output_folder, stdout_kept_clean
+from megasdc.cli.app import Json, app, input_argument, output_folder, print_text, stdout_kept_clean
 from megasdc.common.errors import CheckpointError
 from megasdc.common.program import echo
 
@@ -40,10 +40,7 @@ def verify_checkpoint(
     check = verify_contents if contents else verify.verify_checkpoint
     folders = verify.find_folders(folder, universal=True)
     reports = [check(path, checksums=checksums, progress=not as_json) for path in folders]
-    if as_json:
-        echo(json.dumps([report.as_dict() for report in reports], indent=2))
-    else:
-        echo("\n".join(report.render() for report in reports))
+    print_text(reports, as_json)
     raise typer.Exit(0 if all(report.ok for report in reports) else CheckpointError.exit_code)
 
 
@@ -129,4 +126,4 @@ def convert_checkpoint(
 
         with exiting_on_signals():
             report = convert_to_universal(folder, out, force=force, workers=workers, progress=not as_json)
-    echo(json.dumps(report.as_dict(), indent=2) if as_json else report.render())
+    print_text(report, as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,11 @@ from megasdc.cli.app import (
     dropcompute_app,
     input_argument,
     input_option,
+    print_text,
     stdout_kept_clean,
 )
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, DataError
-from megasdc.common.program import echo
 
 if TYPE_CHECKING:
     from megasdc.lab.planning.environment import DelayEnvironment
@@ -221,7 +220,7 @@ def convergence(
         f"{steps:,} steps with nothing dropped: {result['planned']:.6g}; with {drop_rate:.1%} dropped: "
         f"{result['dropped']:.6g}, which {result['steps_for_all_samples']:,} steps bring back"
     )
-    echo(json.dumps(result) if as_json else text)
+    print_text(result, as_json, text)
 
 
 def _numbers(text: str) -> list[int]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_folder, stdout_kept_clean
+from megasdc.cli.app import (
+    Json,
+    Overrides,
+    app,
+    input_argument,
+    input_option,
+    output_folder,
+    print_text,
+    stdout_kept_clean,
+)
 from megasdc.common.errors import CheckpointError, ConfigError, DataError
 from megasdc.common.program import at_home, echo
 
@@ -59,7 +68,7 @@ def export_hf(
                 force=force,
                 progress=not as_json,
             )
-    echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
+    print_text(result, as_json)
 
 
 @app.command("import-hf", epilog="Example: megasdc import-hf exported/smoke imported/smoke")
@@ -80,7 +89,7 @@ def import_hf(
         with exiting_on_signals():
             result = import_hf(model, out, force=force, progress=not as_json)
     if as_json:
-        echo(json.dumps(asdict(result), indent=2))
+        print_text(result, as_json)
         return
     echo(f"{result.path}: {result.architecture}, {result.num_parameters:,} parameters", err=True)
     echo(result.logits.render(), err=True)
@@ -166,7 +175,7 @@ def evaluate(
             overrides=overrides,
             progress=not as_json,
         )
-    echo(json.dumps(asdict(result), indent=2) if as_json else result.render())
+    print_text(result, as_json)
 
 
 def _answer(source: Path, options: QuestionOptions, file: Path, as_json: bool) -> None:
@@ -177,7 +186,7 @@ def _answer(source: Path, options: QuestionOptions, file: Path, as_json: bool) -
         result = evaluate_choices(
             source, file, against=options.against, tokenizer=options.tokenizer, progress=not as_json
         )
-    echo(json.dumps(result.as_dict(), indent=2) if as_json else result.render())
+    print_text(result, as_json)
 
 
 @app.command("generate", epilog='Example: megasdc generate runs/smoke/checkpoints --prompt "def " --max-tokens 40')
@@ -210,4 +219,4 @@ def generate(
             tokenizer=tokenizer,
             progress=not as_json,
         )
-    echo(json.dumps(asdict(result), indent=2) if as_json else result.prompt + result.text)
+    print_text(result, as_json, result.prompt + result.text)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from megasdc.cli.app import Json, app, input_argument, output_folder
+from megasdc.cli.app import Json, app, input_argument, output_folder, print_text
 from megasdc.common.errors import DataError
-from megasdc.common.program import echo, progress_bars
+from megasdc.common.program import progress_bars
 
 
 @app.command("export-metrics", epilog="Example: megasdc export-metrics runs/smoke --to tensorboard --out board")
@@ -40,4 +38,4 @@ def export_metrics(
 
     with progress_bars(quiet=as_json) as on_progress:
         done = export.export_metrics(run_dir, to, out or run_dir / "exported" / to, on_progress)
-    echo(json.dumps(asdict(done), indent=2) if as_json else f"{done.lines} lines, {done.values} values in {done.out}")
+    print_text(done, as_json, f"{done.lines} lines, {done.values} values in {done.out}")

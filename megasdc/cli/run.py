@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ from megasdc.cli.app import (
     input_option,
     output_folder,
     print_outcome,
+    print_text,
 )
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, DataError, LaunchError
@@ -104,10 +105,7 @@ def verify_data(
                 prepared_data.add_checksums(folder)
                 report = prepared_data.check_folder(folder)
             reports.append(report)
-    if as_json:
-        echo(json.dumps([report.as_dict() for report in reports], indent=2))
-    else:
-        echo("\n".join(report.render() for report in reports))
+    print_text(reports, as_json)
     raise typer.Exit(0 if all(report.ok for report in reports) else DataError.exit_code)
 
 
@@ -144,7 +142,7 @@ def launch(
     with exiting_on_signals() as signals:
         result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:
-        echo(json.dumps(asdict(result), indent=2))
+        print_text(result, as_json)
     raise typer.Exit(result.exit_code)
 
 
@@ -188,7 +186,7 @@ def run(
         request = read.request(found.logging.run_dir, found)
         result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:
-        echo(json.dumps(asdict(result), indent=2))
+        print_text(result, as_json)
     raise typer.Exit(result.exit_code)
 
 
@@ -273,7 +271,7 @@ def summary(
     from megasdc.ops.run_folder.summary import render, summarize_run
 
     found = summarize_run(run_dir)
-    echo(json.dumps(asdict(found), indent=2) if as_json else render(found))
+    print_text(found, as_json, render(found))
     raise typer.Exit(int(require_finished and not found.finished))
 
 
@@ -302,7 +300,7 @@ def top(
     watcher = RunWatcher(run_dir)
     console = output_console()
     if as_json:
-        echo(json.dumps(watcher.look().as_dict(), indent=2))
+        print_text(watcher.look(), as_json)
     elif once or not console.is_terminal:
         console.print(Screen(watcher.look()))
     else:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megasdc.cli.app import Json, app, input_argument, output_folder, print_result, stdout_kept_clean
+from megasdc.cli.app import Json, app, input_argument, output_folder, print_result, print_text, stdout_kept_clean
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError
-from megasdc.common.program import echo
 from megasdc.common.words import duration
 
 if TYPE_CHECKING:
@@ -51,15 +49,15 @@ def sweep(options: SweepOptions, as_json: Json = False) -> None:
         raise typer.BadParameter("--only chooses what is run here; leave it out with --slurm, --task and --table")
     opened = sweeps.open_sweep(options.file, options.size, options.out, options.only, to_run=not options.table)
     if options.dry_run:
-        _print(_plan_dict(opened), _plan_text(opened), as_json)
+        print_text(_plan_dict(opened), as_json, _plan_text(opened))
     elif options.slurm:
         chosen = [str(options.file), "--out", str(opened.out)] + (["--size", opened.size] if opened.size else [])
         path = sweeps.write_slurm(opened, chosen)
-        _print({"submit": str(path), "runs": len(opened.plan.runs)}, f"submit with: bash {path}", as_json)
+        print_text({"submit": str(path), "runs": len(opened.plan.runs)}, as_json, f"submit with: bash {path}")
     elif options.task is not None:
         with stdout_kept_clean():
             run = sweeps.run_task(opened, options.task)
-        _print({"run_id": run.run_id, "label": run.label}, f"finished {run.run_id}: {run.label}", as_json)
+        print_text({"run_id": run.run_id, "label": run.label}, as_json, f"finished {run.run_id}: {run.label}")
     else:
         result = sweeps.gather(opened) if options.table else _run(opened, options, as_json)
         print_result(result, printer(sweep_table_page), out=None, as_json=as_json)
@@ -85,10 +83,6 @@ def _run(opened: Sweep, options: SweepOptions, as_json: bool) -> SweepTable:
                 + ("an unknown time, because the first steps of a run failed" if seconds is None else duration(seconds))
             ),
         )
-
-
-def _print(result: dict[str, Any], text: str, as_json: bool) -> None:
-    echo(json.dumps(result, indent=2) if as_json else text)
 
 
 def _plan_dict(opened: Sweep) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +107,6 @@ class StepData:
     given_up: bool
     micro_batches: list[MicroBatchData]
     notes: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
 
 from megasdc.common.errors import MegasdcError
 
@@ -28,19 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megasdc.ops.archive.push import push_checkpoint
 
     try:
-        found: dict[str, Any] = push_checkpoint(
-            options.checkpoint, options.address, run=options.run, workers=WORKERS
-        ).as_dict()
-        code = 0
+        pushed = push_checkpoint(options.checkpoint, options.address, run=options.run, workers=WORKERS)
+        found, code = asdict(pushed), 0
     except MegasdcError as error:
         found, code = {"error": str(error), "exit_code": error.exit_code}, error.exit_code
     except OSError as error:
         found, code = {"error": f"{error.filename}: {error.strerror}", "exit_code": 1}, 1
     if options.keep_last and not code:
         try:
-            found["removed"] = prune_archive(options.address, run=options.run, keep_last=options.keep_last).as_dict()[
-                "removed"
-            ]
+            pruned = prune_archive(options.address, run=options.run, keep_last=options.keep_last)
+            found["removed"] = pruned.removed
         except MegasdcError as error:
             found["not_pruned"] = str(error)
     print(json.dumps(found), flush=True)

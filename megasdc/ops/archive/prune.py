@@ -6,8 +6,7 @@ next one removes. ``megasdc.ops.archive.lease`` keeps pushes and prunes apart.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import KnownState
@@ -29,10 +28,6 @@ class PruneReport:
     removed: dict[str, list[int]] = field(default_factory=dict)
     num_blocks: int = 0
     freed_bytes: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-compatible values."""
-        return asdict(self)
 
     def render(self) -> str:
         """The report as text."""

@@ -15,9 +15,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, hash_file, list_steps, step_folder
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_marker
@@ -51,10 +50,6 @@ class PullReport:
     kept_bytes: int = 0
     quantized: str | None = None
     duration_s: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-compatible values."""
-        return asdict(self)
 
     def render(self) -> str:
         """The report as text."""

@@ -17,9 +17,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, held_for_reading, list_steps, step_folder, step_of
 from megasdc.checkpoint.manifest import FileRecord, Manifest, describe_file, has_marker, read_manifest, write_manifest
@@ -171,10 +171,6 @@ class PushReport:
     already: bool = False
     quantized: str | None = None
     duration_s: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON-compatible values."""
-        return asdict(self)
 
     def render(self) -> str:
         """The report as text."""

@@ -12,9 +12,9 @@ import signal
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megasdc.common.errors import (
     ERRORS_BY_EXIT_CODE,
@@ -506,10 +506,6 @@ class Met:
         when = f"step {self.step}{number}"
         parts = (f"{when}: {self.what}", self.done, f"to do: {self.to_do}" if self.to_do else "", self.page or "")
         return "; ".join(part for part in parts if part)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
 
 def read_met(run_dir: Path, wanted: Callable[[str | None], bool] = lambda launch: True) -> list[Met]:

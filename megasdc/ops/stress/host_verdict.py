@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from megasdc.ops.stress.arrange import Pair, name_culprits
@@ -62,10 +62,6 @@ class HostVerdict:
     rates: dict[str, dict[str, Any]]
     findings: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
 
 def judge_stress(states: Sequence[HostState]) -> list[HostVerdict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from megasdc.common.errors import CorruptionError, LaunchError
@@ -40,7 +41,7 @@ def stress_outcome(
         "interrupted": interrupted,
         "counts": count_statuses(statuses, STATUSES),
         "drill": None if drill is None else _drill_report(drill, verdicts, drilled),
-        "hosts": [verdict.as_dict() for verdict in verdicts],
+        "hosts": [asdict(verdict) for verdict in verdicts],
         "links": None if links is None else links.as_dict(),
     }
     return Outcome(code, contents, _page(verdicts, links, contents, fit=not code), verdicts)

@@ -446,7 +446,7 @@ class LaunchBackend:
         if not some or not self._alert_command:
             return ""
         path, problem = self._folder / f"{name}.json", ""
-        text = json.dumps([one.as_dict() for one in some], indent=1) + "\n"
+        text = json.dumps([asdict(one) for one in some], indent=1) + "\n"
         try:
             durable.write_whole(path, text)
         except OSError as error:
