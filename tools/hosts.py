@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from megasdc.common.errors import LaunchError
+
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
 POLL_S = 0.01
@@ -373,3 +375,20 @@ def _passwd_with_home(home: Path) -> str:
         fields = line.split(":")
         lines.append(":".join([*fields[:5], str(home), "/bin/bash"]) if fields[0] == "root" else line)
     return "\n".join(lines) + "\n"
+
+
+def clock_library(folder: Path) -> Path:
+    """Build the library that adds to a host's wall clock what its ``/run/clock_off`` says.
+
+    Raises:
+        LaunchError: there is no compiler, or it fails.
+    """
+    library = folder / "clock.so"
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(Path(__file__).with_name("clock.c"))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise LaunchError("clocks that are off need a C compiler: install cc") from None
+    if done.returncode:
+        raise LaunchError(f"clocks that are off: {command} failed: {done.stderr[-500:]}")
+    return library

@@ -105,8 +105,8 @@ def train(config: Path, ranks: int, code: int, *overrides: str) -> Path:
 def run_guarded(settings: dict[str, Any] | str, steps: int, wrong: bool) -> tuple[int, list[float]]:
     """Body of a rank: train a tiny Llama under a guard, rank 1 wrong from the start; exit code and losses."""
     import megasdc
-    from tools.bench.guard.trainings import PERSISTENT, Planted, deepspeed_config, llama_engine
-    from tools.bench.guard.trainings import train as train_steps
+    from tools.trainings.engines import PERSISTENT, Planted, deepspeed_config, llama_engine
+    from tools.trainings.engines import train as train_steps
 
     rank = dist.get_rank()
     planted = Planted(rank, "model.layers.1.mlp.up_proj", "forward", PERSISTENT) if wrong and rank == 1 else None

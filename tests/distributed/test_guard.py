@@ -24,9 +24,7 @@ from megasdc.common.origin import read_identity
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
 from megasdc.sdc.trace import read_folder
-from tools.bench.guard.campaign import bench_guard
-from tools.bench.guard.options import GuardOptions
-from tools.bench.guard.trainings import (
+from tools.trainings.engines import (
     PERSISTENT,
     TRANSIENT,
     Planted,
@@ -118,17 +116,6 @@ def test_replicas_on_unlike_hardware_accuse_nobody(tmp_path: Path) -> None:
     assert (unlike.fields["positions"], unlike.fields["differing"]) == (1, ["device"])
     assert len(list(read_events(tmp_path, kind="sdc", name="audit_void"))) == 3
     assert not (tmp_path / "reports").exists() and not list(read_events(tmp_path, kind="audit", name="agreed"))
-
-
-def test_a_trainer_is_guarded_too(tmp_path: Path) -> None:
-    """Of Hugging Face, in a sample of `python -m tools.bench guard`; the counts add up, also when it goes on."""
-    options, log = GuardOptions(trainings=2, names="trainer"), tmp_path / "log"
-    result = bench_guard(options, log)
-    log.write_text("".join(log.read_text().splitlines(keepends=True)[:2]) + '{"case"')  # ended while it wrote
-    assert bench_guard(options, log).trainings == result.trainings
-    assert [one.problems for one in result.trainings] == [(), ()] and result.passed
-    assert [(one.case.kind, one.audits) for one in result.trainings] == [("clean", 4), ("persistent", 1)]
-    assert [one.verdicts for one in result.trainings] == [(), ("persistent",)]
 
 
 def test_wrong_parameters_are_of_their_rank(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import megasdc
 from megasdc.common.errors import ConfigError, MegasdcError, TraceError
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
-from tools.bench.guard.trainings import PERSISTENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
+from tools.trainings.engines import PERSISTENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 STEPS = 4

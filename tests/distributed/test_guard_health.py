@@ -20,10 +20,7 @@ from megasdc.ops.health.attached import GuardStragglers
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.program_health import ProgramHealth
 from megasdc.sdc.trace import read_folder
-from tools.bench.guard.cost import bench_guard_cost
-from tools.bench.guard.cost_rank import CALLS
-from tools.bench.guard.options import GuardCostOptions
-from tools.bench.guard.trainings import MICRO_BATCHES, SIDE, deepspeed_config, llama_engine, pipeline_engine, train
+from tools.trainings.engines import MICRO_BATCHES, SIDE, deepspeed_config, llama_engine, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 OFF = {"audit": {"enabled": False}, "nonfinite": {"enabled": False}}
@@ -131,12 +128,3 @@ def test_a_trial_traces_saves_nothing_and_ends(tmp_path: Path) -> None:
     found = read_folder(tmp_path / "trial" / "trace")
     assert {address.step for _, trace in found.values() for address in trace.addresses} == {1, 2}
     assert [one.step for one in read_events(tmp_path / "trial", kind="guard", name="not_saved")] == [1]
-
-
-@pytest.mark.full
-def test_a_sample_of_the_costs() -> None:
-    """Every protection is measured, the golden trace and audits too."""
-    options = GuardCostOptions(pairs=1, steps=1, audits=2, hidden=32, layers=1, sequence=8, micro_batches=2)
-    result = bench_guard_cost(options)
-    assert [one.name for one in result.always] == list(CALLS)
-    assert all(one.seconds.median > 0 and one.share > 0 for one in result.sometimes)

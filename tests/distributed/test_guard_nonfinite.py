@@ -16,7 +16,7 @@ from torch import nn
 import megasdc
 from megasdc.attached.nonfinite import GIVEN, HIDDEN, NO_LABEL
 from megasdc.events import read_events
-from tools.bench.guard.trainings import deepspeed_config, llama_engine, llama_trainer, pipeline_engine, train
+from tools.trainings.engines import deepspeed_config, llama_engine, llama_trainer, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 STEP, MICRO_BATCH = 2, 1

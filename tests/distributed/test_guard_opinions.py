@@ -13,8 +13,8 @@ from harness import run_distributed
 import megasdc
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
-from tools.bench.guard.trainings import PERSISTENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
-from tools.bench.guard.units import BrokenUnit
+from tools.trainings.broken_unit import BrokenUnit
+from tools.trainings.engines import PERSISTENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import megasdc
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
-from tools.bench.guard.trainings import PERSISTENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
+from tools.trainings.engines import PERSISTENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -18,7 +18,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.events import read_events
 from megasdc.optim.zero1 import is_bf16_optimizer, master_partitions
 from megasdc.sdc.incident import load_incidents
-from tools.bench.guard.trainings import deepspeed_config, llama_engine, pipeline_engine, train
+from tools.trainings.engines import deepspeed_config, llama_engine, pipeline_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

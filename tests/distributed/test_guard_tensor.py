@@ -12,7 +12,7 @@ from harness import run_distributed
 import megasdc
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
-from tools.bench.guard.trainings import PERSISTENT, Planted, deepspeed_config, llama_engine, train
+from tools.trainings.engines import PERSISTENT, Planted, deepspeed_config, llama_engine, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

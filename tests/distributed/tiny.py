@@ -15,6 +15,7 @@ from megasdc.engine.hooks import Hook
 from megasdc.model.pipeline import build_pipeline
 from megasdc.optim.zero1 import is_bf16_optimizer, parameter_groups
 from megasdc.parallel import groups
+from tools.trainings.styles import LLAMA as LLAMA_STYLE
 
 VOCAB = 250
 SEQUENCE = 32
@@ -22,14 +23,6 @@ GLOBAL_BATCH = 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 GPT: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 64}
-LLAMA_STYLE: dict[str, Any] = {
-    "position_embedding": "rope",
-    "normalization": "RMSNorm",
-    "activation": "silu",
-    "gated_mlp": True,
-    "bias": False,
-    "tie_embeddings": False,
-}
 LLAMA: dict[str, Any] = {**GPT, **LLAMA_STYLE, "num_query_groups": 2}
 
 

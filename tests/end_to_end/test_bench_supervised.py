@@ -23,9 +23,9 @@ from tools.bench.supervised.campaign import _plan, _truthful_end
 from tools.bench.supervised.drill import Drill, Excluded, Strike, Tried, excluded, used_again, used_up
 from tools.bench.supervised.faults import CONDITIONS, FULL_S, KINDS
 from tools.bench.supervised.options import SupervisedOptions
-from tools.bench.supervised.target import RUN_BYTES, SshTarget, _own_file_system, clock_library
+from tools.bench.supervised.target import RUN_BYTES, SshTarget, _own_file_system
 from tools.bench.supervised.verdict import SupervisedResult
-from tools.hosts import Cluster, unavailable_reason
+from tools.hosts import Cluster, clock_library, unavailable_reason
 from tools.slurm_hosts import slurm_unavailable_reason
 
 REASON = unavailable_reason()

@@ -59,7 +59,7 @@ TOOLS = {
 BENCH = ["python", "-m", "tools.bench"]
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(2400)]
 
-HOSTS, DROPS, PAGE = "tests/end_to_end", "tests/distributed/test_bench_dropcompute.py", "tests/unit/lab/report"
+HOSTS, DROPS = "tests/end_to_end", "tests/distributed/test_bench_dropcompute.py"
 DIGESTS = "tests/unit/lab/checkpoints/test_digests.py"
 TRAVEL = f"{DIGESTS}::test_blocks_that_travel_give_the_answer_of_elements"
 RUN_ELSEWHERE = {
@@ -95,7 +95,7 @@ RUN_ELSEWHERE = {
     "kill -USR2": "tests/distributed/test_detection_runs.py::test_a_signal_asks_for_an_audit",
     "for n in 2 4 8; do python -m tools.bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
     "python -m tools.bench drop-training": f"{DROPS}::test_a_sample_of_training",
-    "megasdc report scaling.json": f"{PAGE}/test_drop_report.py::test_measured_and_trained_are_shown_as_found",
+    "megasdc report scaling.json": "tests/unit/bench/test_drop_report.py::test_measured_and_trained_are_shown_as_found",
     "python tools/compare_checkpoints.py node1.manifest": f"{DIGESTS}::test_commands_on_manifests",
     "python tools/compare_checkpoints.py runs/my/checkpoints/step_00000400 node2.manifest": TRAVEL,
     "python tools/compare_checkpoints.py blocks/": TRAVEL,

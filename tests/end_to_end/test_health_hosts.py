@@ -24,8 +24,7 @@ from megasdc.ops.launch.command import NODE_MODULE
 from megasdc.ops.run_folder.summary import summarize_run
 from megasdc.ops.supervise import attempt_process as front
 from megasdc.ops.supervise.journal import FOLDER, read_journal
-from tools.bench.supervised.target import clock_library
-from tools.hosts import Cluster, unavailable_reason
+from tools.hosts import Cluster, clock_library, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpu.bench import Bench
 from gpu.crew import Crew, Job
+from gpu.part_bench import build_loop
 from gpu.record import Recorder
 
 Span = tuple[float, float, str]
@@ -61,28 +62,6 @@ def profile_job(bench: Bench, name: str, options: dict[str, Any], section: dict[
     folder = bench.folder / f"loop_{name}"
     arguments = {"options": options, "folder": str(folder), "model": section or {}}
     return bench.world("gpu.part_profile:take_profile", 1, arguments)[0]
-
-
-def build_loop(options: dict[str, Any], folder: Path, model: dict[str, Any]) -> Any:
-    """Our loop as benchmarks run it, on samples in memory; ``model`` are further fields of the model."""
-    from megasdc.config.checks import check_layout
-    from megasdc.config.load import parse_config
-    from megasdc.data.loader import MemoryStream
-    from megasdc.parallel import groups
-    from megasdc.train.build import prepare_run_folder
-    from megasdc.train.process import prepare_cpu
-    from tools.bench.training.loops import MegasdcLoop
-    from tools.bench.training.options import TrainBenchOptions, run_config
-
-    chosen = TrainBenchOptions(ranks=1, **options)
-    raw = run_config(chosen, prepare_run_folder(folder)).resolved()
-    raw["megasdc"]["model"].update(model)
-    config = parse_config(raw, source="the profile's options")
-    prepare_cpu(1)
-    groups.init_process_group(60.0)
-    dims = groups.init_model_parallel(1, 1, 60.0)
-    stream = MemoryStream(chosen.vocab, chosen.sequence, 64, 10**6)
-    return MegasdcLoop(config, check_layout(config, 1), dims, chosen, stream, folder)
 
 
 def take_profile(options: dict[str, Any], folder: str, model: dict[str, Any]) -> dict[str, Any]:

@@ -242,3 +242,33 @@ def test_the_page_of_the_layers_names_files_that_there_are():
         if not any(one.stem == name for one in (PACKAGE / room).rglob("*"))
     ]
     assert absent == []
+
+
+BENCHMARK_TESTS = re.compile(r"unit/bench/.*|(distributed|end_to_end)/test_bench\w*\.py|gpu/part_bench\.py")
+"""Tests of benchmarks, in tests/. That of the documentation names their commands beside those of the package."""
+
+
+def _imported_by(file):
+    """Yield every dotted name that a file of tests or tools imports, also within text that it runs as a program."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"(?:from|import) (tools\.bench[\w.]*)", node.value)
+
+
+def test_only_tests_of_benchmarks_import_them():
+    """Others share what they need in tools/trainings, which imports no benchmark either; no tool imports tests."""
+    tests, tools = PACKAGE.parent / "tests", PACKAGE.parent / "tools"
+    found = {
+        str(file.relative_to(tests))
+        for file in tests.rglob("*.py")
+        if any(name.startswith("tools.bench") for name in _imported_by(file))
+    }
+    assert len(found) > 20, "imports of benchmarks were found"
+    assert {one for one in found if not BENCHMARK_TESTS.fullmatch(one)} == {"end_to_end/test_documentation.py"}
+    shared = [name for file in (tools / "trainings").glob("*.py") for name in _imported_by(file)]
+    assert shared and not any(name.startswith("tools.bench") for name in shared)
+    assert not any(name.split(".")[0] == "tests" for file in tools.rglob("*.py") for name in _imported_by(file))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -122,14 +121,3 @@ def wait_for_device() -> None:
     """Wait until a GPU, if there is one, has done everything."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-@contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
-    """So many threads for torch's operations on the host, and afterwards as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

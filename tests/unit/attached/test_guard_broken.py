@@ -17,7 +17,7 @@ from megasdc.sdc.referee import rounding
 from megasdc.sdc.referee.recompute import Exhibit
 from megasdc.sdc.referee.referee import Referee, Subject, heard, shown_by
 from megasdc.sdc.referee.rounding import Exact
-from tools.bench.guard.pair import Side, judge_pair
+from tools.trainings.pair import Side, judge_pair
 
 ADDRESS = Address(1, 0, FORWARD, "m", "output")
 

@@ -18,7 +18,7 @@ from megasdc.sdc.referee.referee import heard
 from megasdc.sdc.verdict import RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
-from tools.bench.guard.pair import Side, build_model, draw_batch
+from tools.trainings.pair import Side, build_model, draw_batch
 
 STEP = 4
 

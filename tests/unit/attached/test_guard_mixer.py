@@ -13,9 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megasdc.attached.batch_replayer import Batch, SentTensor
 from megasdc.sdc.verdict import OWN_CODE
-from tools.bench.guard.disputes import SDPA, wrong_attention
-from tools.bench.guard.pair import Judged, Side, judge_pair
-from tools.bench.guard.trainings import PERSISTENT, Planted
+from tools.trainings.engines import PERSISTENT, SDPA, Planted, wrong_attention
+from tools.trainings.pair import Judged, Side, judge_pair
 
 TOKENS, WIDTH, HEADS = 12, 32, 4
 

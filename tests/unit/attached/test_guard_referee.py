@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.incident import Opinion
 from megasdc.sdc.referee.referee import heard
 from megasdc.sdc.verdict import OWN_CODE, REFEREE
-from tools.bench.guard.disputes import SDPA, bench_disputes, wrong_attention
-from tools.bench.guard.options import DisputeOptions
-from tools.bench.guard.pair import Judged, Side, build_model, draw_batch, judge_pair
-from tools.bench.guard.trainings import PERSISTENT, Planted
+from tools.trainings.engines import PERSISTENT, SDPA, Planted, wrong_attention
+from tools.trainings.pair import Judged, Side, build_model, draw_batch, judge_pair
 
 LAYER, BERT = "model.layers.1", "bert.encoder.layer.0"
 
@@ -111,21 +106,3 @@ def test_what_is_not_repeated_and_what_is_not_computed_are_two_reasons() -> None
 
     assert opinion(texts).reason == f"rank 0: {texts[0]}, rank 1: {texts[1]}"
     assert opinion((texts[1], texts[1])).reason == f"ranks [0, 1]: {texts[1]}"
-
-
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """With the threads that there were."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.slow
-def test_the_campaign_of_disputes(quiet: None) -> None:
-    """A short run: nobody healthy is named; what is wrong is."""
-    before: Any = F.scaled_dot_product_attention
-    result = bench_disputes(DisputeOptions(healthy=12, faults=12, seed=3))
-    assert result.passed, [*result.report()]
-    assert len(result.disputes) == 24 and all(one.address for one in result.disputes)
-    assert before is F.scaled_dot_product_attention

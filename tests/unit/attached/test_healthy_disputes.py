@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megasdc.attached.batch_replayer import Batch, SentTensor
 from megasdc.sdc.referee.rounding import Unfit, estimate
-from tools.bench.guard.modules import InnerAutocast, InnerCast, NarrowNorm, Step
-from tools.bench.guard.numerics import ORDER, Other, use_kernel
-from tools.bench.guard.pair import Judged, Side, judge_pair
+from tools.trainings.modules import InnerAutocast, InnerCast, NarrowNorm, Step
+from tools.trainings.numerics import ORDER, Other, use_kernel
+from tools.trainings.pair import Judged, Side, judge_pair
 
 WIDTH, TOKENS = 16, 24
 

@@ -17,8 +17,8 @@ from tools.bench.bounds import cost, cost_others
 from tools.bench.bounds.cost import BAR, MILLION, Shard, bench_bounds
 from tools.bench.bounds.cost_others import LIMITS, others
 from tools.bench.bounds.options import BoundsBenchOptions
-from tools.bench.clocks import cpu_threads
 from tools.bench.statistics import SLACK, estimate_median
+from tools.trainings.numerics import cpu_threads
 
 ADAM = "compiled elsewhere"
 

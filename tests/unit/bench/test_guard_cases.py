@@ -6,7 +6,7 @@ from collections import Counter
 
 from tools.bench.guard.cases import CLEAN, KINDS, OF_TWO, PHASES, TRAININGS, UNIT, UNITS, draw_cases
 from tools.bench.guard.options import GuardOptions
-from tools.bench.guard.trainings import PERSISTENT, PIPELINE
+from tools.trainings.engines import PERSISTENT, PIPELINE
 
 
 def test_all_kinds_directions_and_types_come_in_turn() -> None:

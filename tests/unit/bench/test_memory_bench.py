@@ -20,7 +20,8 @@ from megasdc.train.memory import predict_step_memory
 from tools.bench.commands import app
 from tools.bench.rank import Messages
 from tools.bench.training import memory
-from tools.bench.training.memory import CASES, FOUR, MemoryCase, MemoryResult, bench_memory, default_cases
+from tools.bench.training.memory import MemoryResult, bench_memory, default_cases
+from tools.trainings.step_memory import CASES, FOUR, MemoryCase, trains_on_gpu
 
 TWO_STAGES = MemoryCase(2, deepspeed=FOUR, parallel={"pipeline": 2})
 
@@ -104,7 +105,7 @@ def test_the_peak_is_of_the_device_that_trains(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("cpu", "cuda"):
         monkeypatch.setattr(get_accelerator(), "device_name", lambda index=None, name=name: name)
-        assert memory._trains_on_gpu() is (name == "cuda")
+        assert trains_on_gpu() is (name == "cuda")
 
 
 def test_the_command_takes_vocabulary_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.permuted import RULES, Permuted, Trial, as_matrix, is_permuted, roll
-from tools.bench.guard.units import BrokenUnit
+from tools.trainings.broken_unit import BrokenUnit
 
 ROWS, WIDTH, HEADS = 24, 32, 2
 

@@ -7,17 +7,10 @@ from megasdc.config.load import parse_config
 from megasdc.config.model import ffn_width
 from megasdc.model.sizes import layers_per_stage, model_sizes
 from megasdc.train.memory import _Stage, predict_step_memory, unpredicted_because
+from tools.trainings.styles import LLAMA
 
 MIB = 2**20
 VOCAB = 8192
-LLAMA = {
-    "position_embedding": "rope",
-    "normalization": "RMSNorm",
-    "activation": "silu",
-    "gated_mlp": True,
-    "bias": False,
-    "tie_embeddings": False,
-}
 BF16_LOW = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
 
 

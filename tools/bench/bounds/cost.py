@@ -20,10 +20,11 @@ from megasdc.tensors.bound import bound_, implementation
 from megasdc.tensors.bound_limits import SUMS
 from tools.bench.bounds.cost_others import LIMITS, Other, others
 from tools.bench.bounds.options import BoundsBenchOptions
-from tools.bench.clocks import cpu_threads, devices_here, wait_for_device
+from tools.bench.clocks import devices_here, wait_for_device
 from tools.bench.machine import describe_machine
 from tools.bench.result import Comparison, ComparisonResult, Progress, Report, interval, table
 from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run_pairs
+from tools.trainings.numerics import cpu_threads
 
 BAR = 1.25
 """Largest median of the pass's time over that of reading g and V once."""

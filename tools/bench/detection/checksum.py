@@ -24,12 +24,13 @@ from megasdc.config.sections import TraceSection
 from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm
-from tools.bench.clocks import cpu_threads, devices_here, time_block
+from tools.bench.clocks import devices_here, time_block
 from tools.bench.detection.checksum_trials import BLIND_TO, DTYPES, FAULTS, Trials, run_trials
 from tools.bench.detection.options import ChecksumBenchOptions
 from tools.bench.machine import describe_machine
 from tools.bench.result import Comparison, ComparisonResult, Progress, Report, table
 from tools.bench.statistics import Block, median_walls, ratios, run_pairs
+from tools.trainings.numerics import cpu_threads
 
 BAR = 1.25
 """Largest median of our time over the other operation's."""

@@ -38,7 +38,7 @@ from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.golden import Workload, workload_cases, workload_config
 from megasdc.train.detection.golden_key import golden_key
 from tools.bench.rank import Messages, join_ranks
-from tools.bench.training.options import LLAMA
+from tools.trainings.styles import LLAMA
 
 PHASES = (FORWARD, BACKWARD, WEIGHT_GRAD, COLLECTIVE, OPTIMIZER_STATE, UPDATE, PARAMETER)
 """Without reduced_grad, which comes after a sum over replicas and names no single rank. BF16_Optimizer then computes

@@ -38,10 +38,11 @@ from megasdc.sdc.referee.rounding import (
     residual,
     token_losses_fp64,
 )
-from tools.bench.clocks import cpu_threads, devices_here
+from tools.bench.clocks import devices_here
 from tools.bench.detection.options import RefereeOptions
 from tools.bench.machine import describe_machine
 from tools.bench.result import Progress, Report, Result, table
+from tools.trainings.numerics import cpu_threads
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MANTISSA = {32: 23, 16: 7}

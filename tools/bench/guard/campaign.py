@@ -37,10 +37,10 @@ from tools.bench.guard.cases import (
 )
 from tools.bench.guard.options import GuardOptions
 from tools.bench.guard.rank import run_cases
-from tools.bench.guard.trainings import TRANSIENT
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result
+from tools.trainings.engines import TRANSIENT
 
 BASES = {PERSISTENT: {MAJORITY, REFEREE, OWN_CODE}, OF_TWO: {REFEREE, OWN_CODE}, UNIT: {ELSEWHERE}}
 """Of verdicts that are persistent, by kind of fault."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.bench.guard.trainings import INTERMITTENT, LLAMA, PERSISTENT, PIPELINE, TRAINER, TRANSIENT, Planted
+from tools.trainings.engines import INTERMITTENT, LLAMA, PERSISTENT, PIPELINE, TRAINER, TRANSIENT, Planted
 
 CLEAN, OF_TWO, UNIT = "clean", "of_two", "unit"
 RECORD, VERIFY = "golden record", "golden verify"

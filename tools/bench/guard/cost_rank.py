@@ -16,9 +16,9 @@ from megasdc.attached.nonfinite import GuardNonFinite, MicroBatches
 from megasdc.ops.health.attached import GuardStragglers
 from tools.bench.clocks import Clock
 from tools.bench.guard.options import GuardCostOptions
-from tools.bench.guard.trainings import deepspeed_config, llama_engine
 from tools.bench.rank import TIMEOUT_S, Messages
 from tools.bench.statistics import Block, Cost, run_pairs
+from tools.trainings.engines import deepspeed_config, llama_engine
 
 NOTHING: Mapping[str, Any] = {
     "audit": {"enabled": False},

@@ -12,29 +12,27 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megasdc.attached.record import choose_watched
 from tools.bench.campaign import tables
-from tools.bench.guard.numerics import FUSED, ORDER, Other, other_attention, other_threads, use_kernel, without_library
 from tools.bench.guard.options import DisputeOptions
-from tools.bench.guard.pair import LIBRARY_MODELS, MODELS, PRECISIONS, Judged, Side, build_model, draw_batch, judge_pair
-from tools.bench.guard.trainings import PERSISTENT, Planted
 from tools.bench.machine import describe_machine
 from tools.bench.result import Progress, Report, Result, table
+from tools.trainings.engines import PERSISTENT, SDPA, Planted, wrong_attention
+from tools.trainings.numerics import FUSED, ORDER, Other, other_attention, other_threads, use_kernel, without_library
+from tools.trainings.pair import LIBRARY_MODELS, MODELS, PRECISIONS, Judged, Side, build_model, draw_batch, judge_pair
 
 KERNEL, THREADS, LIBRARY = "another kernel", "two threads", "without oneDNN"
 ATTENTION = "attention of several operations"
 WAYS = (ORDER, FUSED, KERNEL, ORDER, FUSED, ATTENTION, THREADS, LIBRARY)
 """To compute; most differences come from the first ones."""
-SDPA = "scaled_dot_product_attention"
 LEAST = 0.95
 """Share of faults that is to be named."""
 TRIES = 40
@@ -179,26 +177,6 @@ def _draw_place(model: nn.Module, batch: Any, chance: random.Random) -> Planted:
         if phase != "weight_grad" or fqn in dict(model.named_modules()):
             spoils = chance.choice(("all", "row", "element"))
             return Planted(0, fqn, phase, PERSISTENT, chance.randrange(1 << 20), spoils)
-
-
-@contextmanager
-def wrong_attention(planted: Planted) -> Iterator[None]:
-    """Attention whose result, or gradient of the query, is wrong in one layer."""
-    compute, count = F.scaled_dot_product_attention, [0]
-
-    def wrong(query: Tensor, *args: Any, **options: Any) -> Tensor:
-        count[0] += 1
-        if count[0] != 1 + planted.seed % 2:
-            return compute(query, *args, **options)
-        if planted.phase == "backward":
-            return compute(planted.in_gradient(query), *args, **options)
-        return planted.spoil(compute(query, *args, **options))
-
-    F.scaled_dot_product_attention = wrong  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = compute
 
 
 def _dispute(name: str, precision: str, what: str, wrong: int | None, found: Judged) -> Dispute:

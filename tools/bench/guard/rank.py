@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.guard.cases import INTERVAL, RECORD, Case, Sizes
-from tools.bench.guard.trainings import (
+from tools.bench.rank import TIMEOUT_S, Messages
+from tools.trainings.broken_unit import BrokenUnit
+from tools.trainings.engines import (
     PIPELINE,
     TRAINER,
     Planted,
@@ -20,8 +22,6 @@ from tools.bench.guard.trainings import (
     pipeline_engine,
     train,
 )
-from tools.bench.guard.units import BrokenUnit
-from tools.bench.rank import TIMEOUT_S, Messages
 
 WRONG = 64.0
 """Factor of what a unit computes: an error as small as rounding is taken for a property of a kernel."""

@@ -22,7 +22,7 @@ import psutil
 from megasdc.common.errors import LaunchError
 from megasdc.ops.launch.command import NODE_MODULE
 from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE
-from tools.hosts import Cluster
+from tools.hosts import Cluster, clock_library
 
 ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 """Of all processes on test hosts."""
@@ -315,16 +315,3 @@ def _own_file_system(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
         folder.rmdir()
         kept.rename(folder)
-
-
-def clock_library(folder: Path) -> Path:
-    """Build the library that adds to a host's wall clock what its ``/run/clock_off`` says."""
-    library = folder / "clock.so"
-    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(Path(__file__).with_name("clock.c"))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise LaunchError("clocks that are off need a C compiler: install cc") from None
-    if done.returncode:
-        raise LaunchError(f"clocks that are off: {command} failed: {done.stderr[-500:]}")
-    return library

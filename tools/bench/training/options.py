@@ -9,17 +9,9 @@ from typing import Any, Literal
 
 from megasdc.config.load import RunConfig, parse_config
 from tools.bench.options import Options, option
+from tools.trainings.styles import LLAMA
 
 HEAD_WIDTH = 64
-LLAMA: dict[str, Any] = {
-    "position_embedding": "rope",
-    "normalization": "RMSNorm",
-    "activation": "silu",
-    "gated_mlp": True,
-    "bias": False,
-    "tie_embeddings": False,
-}
-"""A model as Llama has it."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import RankVerdict, find_differences, settle
 from megasdc.sdc.vote import vote
 from megasdc.tensors.checksum import default_algorithm
-from tools.bench.guard.modules import OwnCode
+from tools.trainings.modules import OwnCode
 
 SAMPLES, TOKENS, VOCAB, WIDTH, REPEATS = 2, 12, 64, 32, 3
 DIMS = ParallelDims(1, 1, 2, 0)

@@ -1,15 +1,21 @@
-"""A sample of `python -m tools.bench detection --live`: the checks of runs under way against what was injected."""
+"""Samples of `python -m tools.bench detection`: the checks of runs under way against what was injected."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from fused_switch import fused
+from harness import run_distributed
 from typer.testing import CliRunner
 
+from megasdc.config.faults import OPTIMIZER_STATE
+from megasdc.sdc.golden import GoldenComparison, judge_cell
 from tools.bench.commands import app
+from tools.bench.detection.golden_rank import Campaign
 from tools.bench.detection.live import bench_live
 from tools.bench.detection.live_cases import ALONE, CLEAN, LONG
 from tools.bench.detection.live_chain import NAMED, ChainPlan, run_chain_drills
@@ -71,3 +77,22 @@ def test_a_sample_of_whole_runs(tmp_path: Path) -> None:
     (drill,) = result.faulty
     assert drill.outcome == NAMED and drill.named == drill.changed and drill.found
     assert run_chain_drills(plan, tmp_path / "log", lambda what, done, total: None) == result
+
+
+def _blind(folder: str, seed: int) -> list[Any]:
+    """Trials of a campaign whose detector sees nothing."""
+    common = {"layout": (1, 1, 1), "precision": "fp32", "style": "gpt", "fuse": False}
+    campaign = Campaign({**common, "seed": seed, "folder": folder})
+    assert torch.are_deterministic_algorithms_enabled()
+    campaign._judge = lambda _trace: judge_cell({0: [GoldenComparison(1, 0)]}, campaign.dims)  # type: ignore[method-assign]
+    trials = [campaign.harm() for _ in range(60)]
+    return [trial for trial in trials if trial.changed]
+
+
+def test_a_detector_that_sees_nothing_has_misses(tmp_path: Path) -> None:
+    """Whether a fault had an effect is found without the detector, of stored states too."""
+    trials = run_distributed(_blind, 1, str(tmp_path), 3, init=False)[0]
+    assert not any(trial.detected for trial in trials)
+    stored = [trial for trial in trials if trial.phase == OPTIMIZER_STATE]
+    assert len(stored) > 3 and sum(trial.effect for trial in stored) > 0.7 * len(stored)
+    assert all(trial.effect for trial in trials if trial.phase != OPTIMIZER_STATE)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasdc.tensors.nested import map_in
 
 LLAMA, TRAINER, PIPELINE = "llama", "trainer", "pipeline"
+SDPA = "scaled_dot_product_attention"
+"""PyTorch's own operation of attention."""
 VOCAB, SEQUENCE, SIDE = 64, 16, 8
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -113,6 +117,26 @@ class _Wrong(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.change(gradients[0]), None
+
+
+@contextmanager
+def wrong_attention(planted: Planted) -> Iterator[None]:
+    """Attention whose result, or gradient of the query, is wrong in one layer."""
+    compute, count = F.scaled_dot_product_attention, [0]
+
+    def wrong(query: Tensor, *args: Any, **options: Any) -> Tensor:
+        count[0] += 1
+        if count[0] != 1 + planted.seed % 2:
+            return compute(query, *args, **options)
+        if planted.phase == "backward":
+            return compute(planted.in_gradient(query), *args, **options)
+        return planted.spoil(compute(query, *args, **options))
+
+    F.scaled_dot_product_attention = wrong  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = compute
 
 
 def deepspeed_config(zero: int, precision: str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasdc.tensors.nested import map_in, tensors_in
-from tools.bench.clocks import cpu_threads
 
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
@@ -84,6 +83,17 @@ def _wider(func: Any, args: Any, options: Any) -> Callable[[], Any] | None:
         return map_in(Tensor, found, lambda one: one.to(next(kinds)))
 
     return compute
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """So many threads for torch's operations on the host, and afterwards as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
