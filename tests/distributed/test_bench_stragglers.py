@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tools.bench.commands import app
-from tools.bench.health.straggler_options import Case, StragglerOptions
+from tools.bench.health.options import Case, StragglerOptions
 from tools.bench.health.stragglers import Trial, score
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

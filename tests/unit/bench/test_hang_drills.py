@@ -13,8 +13,8 @@ from rich.console import Console
 from megasdc.common.errors import ConfigError
 from tools.bench.campaign import CampaignLog, Layout
 from tools.bench.health.hang_kinds import KINDS, Drill, Strike
-from tools.bench.health.hang_options import HangOptions
 from tools.bench.health.hangs import HangResult
+from tools.bench.health.options import HangOptions
 
 RIGHT = Drill(Strike("data", (0,), 40), (1, 4, 1), True, "hang/behind", (0,), 3.0, 4.0, (75, 79, 79, 79))
 NEVER = replace(RIGHT, happened=False, found="", named=(), seconds=None, codes=(-9,) * 4)

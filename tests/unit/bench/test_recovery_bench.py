@@ -10,12 +10,12 @@ import pytest
 from megasdc.common.errors import ConfigError
 from megasdc.events import EventLog
 from tools.bench.campaign import CampaignLog
+from tools.bench.checkpoints.options import RecoveryOptions
 from tools.bench.checkpoints.recoveries import RecoveryResult, _hosts_of, _plan
 from tools.bench.checkpoints.recovery_checks import End, check_holdings, check_start, resumed_from, why_different
 from tools.bench.checkpoints.recovery_faults import FAULTS
 from tools.bench.checkpoints.recovery_holdings import Holdings
 from tools.bench.checkpoints.recovery_kinds import KINDS, Drill, Resumed, Strike
-from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.recovery_start import Place
 
 OPTIONS = RecoveryOptions()

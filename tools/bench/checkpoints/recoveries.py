@@ -23,6 +23,7 @@ from typing import Any
 from megasdc.common.run_lock import RECORD_FILE
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.checkpoints import recovery_faults
+from tools.bench.checkpoints.options import RecoveryOptions
 from tools.bench.checkpoints.recovery_checks import (
     End,
     check_holdings,
@@ -35,7 +36,6 @@ from tools.bench.checkpoints.recovery_checks import (
 )
 from tools.bench.checkpoints.recovery_holdings import Holdings, look
 from tools.bench.checkpoints.recovery_kinds import KINDS, SAVE_INTERVAL, STEPS, Drill, Resumed, Strike
-from tools.bench.checkpoints.recovery_options import RecoveryOptions
 from tools.bench.checkpoints.recovery_start import Place, Start
 from tools.bench.health.hangs import prepare_texts
 from tools.bench.machine import describe_machine

@@ -26,7 +26,7 @@ from typing import Any
 from megasdc.common.errors import ConfigError
 from megasdc.common.host import own_prefix, shared_folder
 from megasdc.common.origin import IDENTITY_FILE
-from tools.bench.checkpoints.restore_options import RestoreOptions
+from tools.bench.checkpoints.options import TEXT, VOCAB, RestoreOptions
 from tools.bench.checkpoints.restore_rank import (
     FIND,
     LOAD,
@@ -38,7 +38,6 @@ from tools.bench.checkpoints.restore_rank import (
     train_and_fail,
 )
 from tools.bench.checkpoints.slow_disk import drop_from_cache, slowed_disk
-from tools.bench.checkpoints.stall_options import TEXT, VOCAB
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks
 from tools.bench.result import Progress, Report, Result, interval, table

@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megasdc.common.errors import MegasdcError
+from tools.bench.checkpoints.options import TEXT, StallOptions
 from tools.bench.checkpoints.stall_clock import ALLOCATE, CAPTURE, WAIT, Moved
-from tools.bench.checkpoints.stall_options import TEXT, StallOptions
 from tools.bench.checkpoints.stall_rank import ASYNC, MEMORY, QUIET, SYNC, RankStall, StallStep, measure_rank
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks

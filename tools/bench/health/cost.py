@@ -20,8 +20,8 @@ from statistics import fmean, median
 from typing import Any
 
 from tools.bench.health.cost_clocks import AgentCost
-from tools.bench.health.cost_options import HealthCostOptions
 from tools.bench.health.cost_rank import RankCost, measure_rank
+from tools.bench.health.options import HealthCostOptions
 from tools.bench.health.week import Growth, simulate_weeks
 from tools.bench.machine import describe_machine
 from tools.bench.rank import run_in_ranks, scratch_folder

@@ -24,7 +24,7 @@ from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.parallel.processes import Process, start_module
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
-from tools.bench.health.hang_options import HangOptions
+from tools.bench.health.options import HangOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import scratch_folder
 from tools.bench.result import Progress, Report, Result

@@ -16,7 +16,7 @@ import numpy as np
 
 from megasdc.events import read_events
 from tools.bench.campaign import Campaign, CampaignLog
-from tools.bench.health.straggler_options import CLEAN, Case, StragglerOptions
+from tools.bench.health.options import CLEAN, Case, StragglerOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
 from tools.bench.result import Progress, Report, Result, table
