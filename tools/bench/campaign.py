@@ -18,8 +18,8 @@ from rich.table import Table
 
 from megasdc.common.errors import ConfigError, StorageError
 from tools.bench.options import Options, option, parse_layouts
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, table
+from tools.bench.rank import Progress, run_in_ranks, scratch_folder
+from tools.bench.result import table
 
 Layout = tuple[int, int, int]
 """Tensor, pipeline, data."""
@@ -121,27 +121,17 @@ class Campaign(Generic[Case, Outcome]):
         return self.log.outcomes
 
 
-def run_cell(function: Callable[..., None], request: dict[str, Any], total: int, on_progress: Progress) -> list[Any]:
+def run_cell(function: Callable[..., None], request: dict[str, Any], on_progress: Progress) -> list[Any]:
     """Run one layout and type of a campaign whose ranks draw their cases themselves, and return all trials.
 
-    The ranks run ``function``, which sends ``trials`` after each of the ``total`` cases. ``request`` is the cell, its
-    counts and its seed; the ranks also get ``folder``.
+    The ranks run ``function``, which sends ``trials`` after each of its cases. ``request`` is the cell, its counts and
+    its seed; the ranks also get ``folder``, and ``name`` for their progress.
     """
     name = f"{'x'.join(map(str, request['layout']))} {request['precision']}"
-    trials: list[Any] = []
-    done = 0
-
-    def receive(message: dict[str, Any]) -> None:
-        nonlocal done
-        done += 1
-        trials.extend(message["trials"])
-        on_progress(name, done, total)
-
-    on_progress(name, 0, total)
     with scratch_folder() as folder:
-        arguments = {"request": {**request, "folder": str(folder)}}
-        run_in_ranks(function, arguments, math.prod(request["layout"]), folder, receive)
-    return trials
+        arguments = {"request": {**request, "folder": str(folder), "name": name}}
+        found = run_in_ranks(function, arguments, math.prod(request["layout"]), folder, on_progress=on_progress)
+    return [trial for message in found for trial in message["trials"]]
 
 
 class _HasLayout(Protocol):

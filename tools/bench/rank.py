@@ -9,7 +9,7 @@ import base64
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,19 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megasdc.parallel import run_ranks
+from tools.bench.statistics import in_turn
 
 if TYPE_CHECKING:
     from megasdc.parallel.dims import ParallelDims
 
 TIMEOUT_S = 600.0
+Progress = Callable[[str, int, int], None]
+"""Called with the name of what is measured, how much is done, and the total."""
+_PROGRESS = "progress"
+
+
+def ignore_progress(what: str, done: int, total: int) -> None:
+    """Show nothing."""
 
 
 class Messages(run_ranks.ReportChannel):
@@ -37,17 +45,22 @@ class Messages(run_ranks.ReportChannel):
             waits = fields.pop("waits", False)
             super().send(waits=waits, pickled=_encode(fields))
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Send how much of something is done."""
+        self.send(**{_PROGRESS: (what, done, total)})
+
 
 def run_in_ranks(
     function: Callable[..., None],
     arguments: dict[str, Any],
     ranks: int,
     folder: Path,
-    on_message: Callable[[dict[str, Any]], None],
+    on_message: Callable[[dict[str, Any]], None] | None = None,
     *,
+    on_progress: Progress = ignore_progress,
     threads: int = 1,
     fresh: bool = False,
-) -> None:
+) -> list[dict[str, Any]]:
     """Call a function in ranks on this machine, and wait until all have ended well.
 
     Args:
@@ -55,16 +68,62 @@ def run_in_ranks(
         ranks: how many.
         folder: where their output goes.
         on_message: called with the fields of each message of rank 0, which waits for its return if it asked.
+        on_progress: called with what ``Messages.progress`` sends, which is no other message.
         threads: CPU threads of each rank.
         fresh: see ``megasdc.parallel.processes.start_module``.
+
+    Returns:
+        Fields of the messages, in their order; none where ``on_message`` got them.
 
     Raises:
         MegasdcError: a rank failed, with the end of its output.
     """
+    received: list[dict[str, Any]] = []
+
+    def receive(message: dict[str, Any]) -> None:
+        fields = _decode(message["pickled"])
+        if _PROGRESS in fields:
+            on_progress(*fields[_PROGRESS])
+        else:
+            (on_message or received.append)(fields)
+
     request = {"call": _encode(partial(function, **arguments))}
-    run_ranks.run_ranks(
-        __name__, request, ranks, threads, folder, lambda message: on_message(_decode(message["pickled"])), fresh
-    )
+    run_ranks.run_ranks(__name__, request, ranks, threads, folder, receive, fresh)
+    return received
+
+
+def take_turns(
+    messages: Messages,
+    what: str,
+    kinds: Sequence[str],
+    blocks: int,
+    step: Callable[[str], Any],
+    after_block: Callable[[], None] = lambda: None,
+) -> None:
+    """Take steps of several kinds ``in_turn``, and send what each took; the first of each, which is slower, does not count.
+
+    Args:
+        what: name of the steps in progress.
+        blocks: of one step of each kind.
+        step: takes a step of a kind, on all ranks at once.
+        after_block: called after each block that counts.
+    """
+    for kind in kinds:
+        step(kind)
+    for block in range(blocks):
+        for kind in in_turn(kinds, block):
+            messages.send(kind=kind, step=step(kind))
+        after_block()
+        messages.progress(what, block + 1, blocks)
+
+
+def by_kind(messages: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """What each step took by its kind, one a block, from the messages of ``take_turns``."""
+    found: dict[str, list[Any]] = {}
+    for one in messages:
+        if "kind" in one:
+            found.setdefault(one["kind"], []).append(one["step"])
+    return found
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,8 +13,6 @@ from rich.table import Table
 
 from tools.bench.statistics import SLACK, Cost, Estimate
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of what is measured, how much is done, and the total."""
 Report = Iterator[str | Table]
 """Lines and tables, in the order in which they are printed."""
 
@@ -30,13 +28,15 @@ class Result:
     also: ClassVar[tuple[str, ...]] = ("passed",)
     """Properties that JSON holds beside the fields."""
 
+    judged: ClassVar[tuple[str, ...]] = ()
+    """Fields of parts, each of which has to have passed."""
     machine: dict[str, Any]
     options: Any
 
     @property
     def passed(self) -> bool:
         """Whether every bar is met; of a benchmark without one, true."""
-        return True
+        return all(part.passed for name in self.judged for part in getattr(self, name))
 
     def report(self) -> Report:
         """The measurements, for people."""
@@ -112,12 +112,8 @@ class ComparisonResult(Result):
     also = ("passed", "slack")
     slack: ClassVar[float] = SLACK
 
+    judged = ("comparisons",)
     comparisons: Sequence[Comparison]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every comparison passed."""
-        return all(comparison.passed for comparison in self.comparisons)
 
 
 def plain(value: Any) -> Any:

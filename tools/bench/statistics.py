@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 Block = Callable[[], None]
+Side = TypeVar("Side")
 SLACK = 0.01
 """Largest distance of the upper end of a ratio's interval above its bar."""
 
@@ -83,6 +84,16 @@ def interval_coverage(count: int, left_out: int) -> float:
     return 1.0 - 2.0 * sum(math.comb(count, i) for i in range(left_out + 1)) / 2.0**count
 
 
+def in_turn(sides: Sequence[Side], block: int) -> list[Side]:
+    """Sides in their order in a block: the other way round from block to block, begun later in each second one.
+
+    Of two: AB BA AB; of more, none always follows the same other.
+    """
+    first = block // 2 * 2 % len(sides)
+    found = [*sides[first:], *sides[:first]]
+    return found[::-1] if block % 2 else found
+
+
 def run_alternating(
     first: Block,
     second: Block,
@@ -90,7 +101,7 @@ def run_alternating(
     measure: Callable[[Block], Cost],
     after_pair: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[Cost, Cost]]:
-    """Run two blocks in turn, the order changing from pair to pair.
+    """Run two blocks ``in_turn``.
 
     Args:
         pairs: blocks of each side.
@@ -102,13 +113,8 @@ def run_alternating(
     """
     costs = []
     for pair in range(pairs):
-        if pair % 2 == 0:
-            ours = measure(first)
-            other = measure(second)
-        else:
-            other = measure(second)
-            ours = measure(first)
-        costs.append((ours, other))
+        found = {side: measure((first, second)[side]) for side in in_turn((0, 1), pair)}
+        costs.append((found[0], found[1]))
         after_pair(pair + 1)
     return costs
 

@@ -22,7 +22,8 @@ from tools.bench.bounds.cost_others import LIMITS, Other, others
 from tools.bench.bounds.options import BoundsBenchOptions
 from tools.bench.clocks import devices_here, wait_for_device
 from tools.bench.machine import describe_machine
-from tools.bench.result import Comparison, ComparisonResult, Progress, Report, interval, table
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Comparison, ComparisonResult, Report, interval, table
 from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run_pairs
 from tools.trainings.numerics import cpu_threads
 
@@ -151,9 +152,7 @@ class _Clock:
         return Cost(self.wall_s, self.cpu_s)
 
 
-def bench_bounds(
-    options: BoundsBenchOptions, on_progress: Progress = lambda what, done, total: None
-) -> BoundsBenchResult:
+def bench_bounds(options: BoundsBenchOptions, on_progress: Progress = ignore_progress) -> BoundsBenchResult:
     """Measure on this machine."""
     machine = describe_machine()
     devices, not_run = devices_here(machine)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from megasdc.common.errors import NonFiniteError
 from megasdc.config.hooks import BOUNDS
@@ -28,8 +27,8 @@ from tools.bench.bounds.training_scores import EPSILON, BoundRun, SettingScore, 
 from tools.bench.bounds.training_setup import HARMED_ELEMENTS, REPLICAS, run_config
 from tools.bench.bounds.training_verdict import percent, verdict
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, table
 from tools.bench.small.gpt import prepare_library
 from tools.bench.small.runs import build_run
 
@@ -134,24 +133,13 @@ def _spread(losses: Sequence[float]) -> str:
     return f"{fmean(losses):.4f}\n({min(losses):.4f}-{max(losses):.4f})" if losses else "-"
 
 
-def bench_bound_training(
-    options: BoundTrainOptions, on_progress: Progress = lambda what, done, total: None
-) -> BoundTrainResult:
+def bench_bound_training(options: BoundTrainOptions, on_progress: Progress = ignore_progress) -> BoundTrainResult:
     """Run a campaign with both ranks on this machine.
 
     Raises:
         MegasdcError: the data cannot be used, or a rank failed.
     """
     machine = describe_machine()
-    runs: list[BoundRun] = []
-    sizes: dict[str, dict[str, float]] = {}
-
-    def take(message: dict[str, Any]) -> None:
-        sizes.update(message.get("sizes", {}))
-        if "run" in message:
-            runs.append(message["run"])
-            on_progress(RUNS, len(runs), options.num_runs)
-
     with scratch_folder() as folder:
         data = options.data
         if data is None:
@@ -159,10 +147,10 @@ def bench_bound_training(
             data = prepare_library(folder / "data", options.vocab)
             on_progress("text of the standard library", 1, 1)
         entropy = DataManifest.load(data).unigram_entropy_nats
-        on_progress(RUNS, 0, options.num_runs)
         arguments = {"options": options, "data": data, "folder": folder}
-        run_in_ranks(run_campaign, arguments, REPLICAS, folder, take)
-    return BoundTrainResult(machine, options, entropy, sizes, runs)
+        found = run_in_ranks(run_campaign, arguments, REPLICAS, folder, on_progress=on_progress)
+    (sizes,) = (one["sizes"] for one in found if "sizes" in one)
+    return BoundTrainResult(machine, options, entropy, sizes, [one["run"] for one in found if "run" in one])
 
 
 def run_campaign(messages: Messages, options: BoundTrainOptions, data: Path, folder: Path) -> None:
@@ -174,7 +162,8 @@ def run_campaign(messages: Messages, options: BoundTrainOptions, data: Path, fol
     def make(setting: Setting, seed: int, *, faulty: bool, measured: bool = False) -> None:
         """Train once from new weights, evaluate, and send what came out."""
         start = time.monotonic()
-        config = run_config(options, data, folder / f"run_{next(numbers)}", setting, seed, faulty=faulty)
+        number = next(numbers)
+        config = run_config(options, data, folder / f"run_{number}", setting, seed, faulty=faulty)
         run, injector = build_run(config, dims)
         if measured:
             run.hooks.insert(0, sizes)
@@ -199,6 +188,7 @@ def run_campaign(messages: Messages, options: BoundTrainOptions, data: Path, fol
             seconds=time.monotonic() - start,
         )
         messages.send(run=found)
+        messages.progress(RUNS, number, options.num_runs)
         del run
         gc.collect()  # an engine and its hooks hold each other
 

@@ -28,7 +28,8 @@ from megasdc.ops.archive.push import push_checkpoint
 from megasdc.parallel.run_ranks import TAIL_CHARACTERS
 from tools.bench.checkpoints.options import ArchiveBenchOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Report, Result, table
 from tools.bench.small.gpt import prepare_library, small_config
 
 RANKS = 2
@@ -121,9 +122,7 @@ def _row(kind: str, size: KindSize) -> list[str]:
     return [kind, f"{raw / 1e6:.2f}", f"{size.zstd_bytes / raw:.3f}", f"{size.stored_bytes / raw:.3f}"]
 
 
-def bench_archive(
-    options: ArchiveBenchOptions, on_progress: Progress = lambda what, done, total: None
-) -> ArchiveResult:
+def bench_archive(options: ArchiveBenchOptions, on_progress: Progress = ignore_progress) -> ArchiveResult:
     """Measure on this machine."""
     machine = describe_machine()
     found = {}

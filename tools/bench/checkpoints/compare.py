@@ -29,7 +29,8 @@ from megasdc.lab.checkpoints.checkpoints import compare_checkpoints
 from megasdc.lab.checkpoints.views.open import open_view
 from tools.bench.checkpoints.options import TENSOR_MIB, CompareBenchOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Comparison, ComparisonResult, Progress, Report, interval, table
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Comparison, ComparisonResult, Report, interval, table
 from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run_pairs
 
 BAR = 1.25
@@ -75,13 +76,9 @@ class PeakMemory:
 class CompareBenchResult(ComparisonResult):
     """Comparisons, one a program, and peak memory, one entry a kind of content."""
 
+    judged = ("comparisons", "memory")
     comparisons: Sequence[CompareComparison]
     memory: list[PeakMemory]
-
-    @property
-    def passed(self) -> bool:
-        """Whether rate and memory passed."""
-        return super().passed and all(one.passed for one in self.memory)
 
     def report(self) -> Report:
         """Times over those of other programs, and memory by size."""
@@ -109,9 +106,7 @@ class CompareBenchResult(ComparisonResult):
         yield table(title, ("content", "sizes, MiB", "MiB", "verdict"), rows)
 
 
-def bench_compare(
-    options: CompareBenchOptions, on_progress: Progress = lambda what, done, total: None
-) -> CompareBenchResult:
+def bench_compare(options: CompareBenchOptions, on_progress: Progress = ignore_progress) -> CompareBenchResult:
     """Measure on this machine; ConfigError if ``cat`` or ``cmp`` is not installed."""
     if lacking := [name for name in ("cat", "cmp") if shutil.which(name) is None]:
         raise ConfigError([f"{name} is not installed" for name in lacking], source="this machine")

@@ -24,7 +24,8 @@ from megasdc.checkpoint.records import record_text
 from megasdc.lab.checkpoints.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
 from tools.bench.checkpoints.options import TENSOR_RANKS, CompareManifestsOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress, Report, Result
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Report, Result
 from tools.bench.statistics import Estimate, estimate_median
 
 BAR_S = 30.0
@@ -86,7 +87,7 @@ class CompareManifestsResult(Result):
 
 
 def bench_compare_manifests(
-    options: CompareManifestsOptions, on_progress: Progress = lambda what, done, total: None
+    options: CompareManifestsOptions, on_progress: Progress = ignore_progress
 ) -> CompareManifestsResult:
     """Measure on this machine."""
     machine = describe_machine()

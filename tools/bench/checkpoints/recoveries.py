@@ -39,8 +39,8 @@ from tools.bench.checkpoints.recovery_kinds import KINDS, SAVE_INTERVAL, STEPS, 
 from tools.bench.checkpoints.recovery_start import Place, Start
 from tools.bench.health.hangs import prepare_texts
 from tools.bench.machine import describe_machine
-from tools.bench.rank import scratch_folder
-from tools.bench.result import Progress, Report, Result
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
+from tools.bench.result import Report, Result
 
 GIVE_UP_S = 120.0
 MORE_STARTS = 2
@@ -82,7 +82,7 @@ def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
 
 
 def bench_recoveries(
-    options: RecoveryOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
+    options: RecoveryOptions, log: Path | None = None, on_progress: Progress = ignore_progress
 ) -> RecoveryResult:
     """Run the drills that are not in the log yet.
 

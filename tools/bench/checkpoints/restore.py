@@ -39,8 +39,8 @@ from tools.bench.checkpoints.restore_rank import (
 )
 from tools.bench.checkpoints.slow_disk import drop_from_cache, slowed_disk
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks
-from tools.bench.result import Progress, Report, Result, interval, table
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks
+from tools.bench.result import Report, Result, interval, table
 from tools.bench.small.gpt import prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
@@ -94,14 +94,10 @@ class Restarts:
 class RestoreResult(Result):
     """Rates by model and place, and restarts by place; ``lacking``: what could not be measured, and why."""
 
+    judged = ("rates",)
     rates: Sequence[Rate]
     restarts: Sequence[Restarts]
     lacking: Sequence[str]
-
-    @property
-    def passed(self) -> bool:
-        """Whether the bar is met for every model."""
-        return all(one.passed for one in self.rates)
 
     def report(self) -> Report:
         """Rates, and parts of restarts."""
@@ -142,7 +138,7 @@ class RestoreResult(Result):
         yield from (f"not measured: {line}" for line in self.lacking)
 
 
-def bench_restore(options: RestoreOptions, on_progress: Progress = lambda what, done, total: None) -> RestoreResult:
+def bench_restore(options: RestoreOptions, on_progress: Progress = ignore_progress) -> RestoreResult:
     """Measure on this machine.
 
     Raises:

@@ -24,8 +24,8 @@ from tools.bench.checkpoints.options import TEXT, StallOptions
 from tools.bench.checkpoints.stall_clock import ALLOCATE, CAPTURE, WAIT, Moved
 from tools.bench.checkpoints.stall_rank import ASYNC, MEMORY, QUIET, SYNC, RankStall, StallStep, measure_rank
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks
-from tools.bench.result import Progress, Report, Result, interval, table
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks
+from tools.bench.result import Report, Result, interval, table
 from tools.bench.small.gpt import SmallGpt, prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
@@ -108,12 +108,8 @@ class Stall:
 class StallResult(Result):
     """Stalls by size and number of ranks."""
 
+    judged = ("stalls",)
     stalls: Sequence[Stall]
-
-    @property
-    def passed(self) -> bool:
-        """Whether all bars are met."""
-        return all(one.passed for one in self.stalls)
 
     def report(self) -> Report:
         """Stalls, steps beside savers, and rates."""
@@ -184,7 +180,7 @@ def _rate(moved: Sequence[Moved], saver: str) -> str:
     return f"{median(rates):.2f}" if rates else "-"
 
 
-def bench_save_stall(options: StallOptions, on_progress: Progress = lambda what, done, total: None) -> StallResult:
+def bench_save_stall(options: StallOptions, on_progress: Progress = ignore_progress) -> StallResult:
     """Measure, with all ranks on this machine.
 
     Raises:
@@ -208,16 +204,9 @@ def _train(
     """Train once, and return what the ranks measured."""
     config = folder / "config.json"
     config.write_text(json.dumps(options.config(size, data, folder / "run")), encoding="utf-8")
-    found: dict[str, Any] = {}
-
-    def take(message: dict[str, Any]) -> None:
-        if "total" in message:
-            on_progress(f"{size[0]}x{size[1]}, {ranks} rank(s)", message["done"], message["total"])
-        else:
-            found.update(message)
-
     arguments = {name: getattr(options, name) for name in ("rounds", "quiet", "snapshots")}
-    run_in_ranks(measure_rank, {"config": config, **arguments}, ranks, folder, take)
+    arguments |= {"config": config, "name": f"{size[0]}x{size[1]}, {ranks} rank(s)"}
+    (found,) = run_in_ranks(measure_rank, arguments, ranks, folder, on_progress=on_progress)
     if not found["finished"]:
         raise MegasdcError(
             f"{size[0]}x{size[1]}: a writer was not done at the end of the run's steps; take more micro-batches"

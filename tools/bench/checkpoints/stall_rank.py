@@ -114,9 +114,15 @@ class Rounds(Hook):
     """
 
     def __init__(
-        self, messages: Messages, clock: SaveClock, savers: dict[str, Asked], beside: Saver, program: list[str]
+        self,
+        messages: Messages,
+        name: str,
+        clock: SaveClock,
+        savers: dict[str, Asked],
+        beside: Saver,
+        program: list[str],
     ) -> None:
-        self._messages, self._clock, self._savers, self._beside = messages, clock, savers, beside
+        self._messages, self._name, self._clock, self._savers, self._beside = messages, name, clock, savers, beside
         self._program, self._done = program, 0
         self._busy = Field(lambda: float(clock.open > 0))
         self.fields = (self._busy,)
@@ -166,7 +172,7 @@ class Rounds(Hook):
         self._clock.take()
         self._before, self._was_busy = due, bool(self._busy.value) or self._beside.under_way is not None
         self._round += due == SYNC
-        self._messages.send(done=self._done, total=len(self._program), step=result.step)
+        self._messages.progress(self._name, self._done, len(self._program))
         self._due = next(self._next, None)
         if self._due is None:
             run.end.reason = "all rounds are done"
@@ -188,7 +194,7 @@ class Rounds(Hook):
         self._messages.send(ranks=found, finished=self._due is None)
 
 
-def measure_rank(messages: Messages, config: Path, rounds: int, quiet: int, snapshots: int) -> None:
+def measure_rank(messages: Messages, name: str, config: Path, rounds: int, quiet: int, snapshots: int) -> None:
     """Train, and send step by step how far it is, in the end what was measured."""
     from megasdc.pretrain import pretrain
 
@@ -210,7 +216,7 @@ def measure_rank(messages: Messages, config: Path, rounds: int, quiet: int, snap
                 found.append(savers[MEMORY])
             elif not isinstance(hook, WaitForSnapshots):  # each waits for itself, to be timed
                 found.append(hook)
-        return [*found, Rounds(messages, clock, savers, beside, program)]
+        return [*found, Rounds(messages, name, clock, savers, beside, program)]
 
     features.FEATURES = Features(with_rounds, features.FEATURES.share_launch)
     code, _ = pretrain(str(config), [])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
-from tools.bench.detection.bubbles_rank import AFTER, INSIDE, KINDS, WITHOUT, Shape, TimedStep, measure_rank
+from tools.bench.detection.bubbles_rank import AFTER, INSIDE, WITHOUT, Shape, TimedStep, measure_rank
 from tools.bench.detection.options import BubblesOptions
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, interval, table
+from tools.bench.rank import Progress, by_kind, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, interval, table
 from tools.bench.statistics import Estimate, estimate_median
 
 BARS = {2: 0.6, 4: 0.8}
@@ -53,12 +52,8 @@ class Hidden:
 class BubblesResult(Result):
     """All pipelines."""
 
+    judged = ("hidden",)
     hidden: list[Hidden]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every bar is met."""
-        return all(one.passed for one in self.hidden)
 
     def report(self) -> Report:
         """A row for each pipeline."""
@@ -96,17 +91,12 @@ def bench_bubbles(options: BubblesOptions, on_progress: Progress) -> BubblesResu
 
 
 def _measure(shape: Shape, options: BubblesOptions, on_progress: Progress) -> Hidden:
-    steps: dict[str, list[TimedStep]] = {kind: [] for kind in KINDS}
     sizes = options.slept if shape.slept_s else options.sizes
-
-    def on_message(message: dict[str, Any]) -> None:
-        steps[message["kind"]].append(message["step"])
-        on_progress(str(shape), sum(map(len, steps.values())), sizes.blocks * len(KINDS))
-
     with scratch_folder() as folder:
         arguments = {"options": sizes, "shape": shape, "folder": folder}
-        run_in_ranks(measure_rank, arguments, shape.stages, folder, on_message, threads=sizes.threads)
-    return judge(shape, steps)
+        threads = sizes.threads
+        found = run_in_ranks(measure_rank, arguments, shape.stages, folder, on_progress=on_progress, threads=threads)
+    return judge(shape, by_kind(found))
 
 
 def judge(shape: Shape, steps: dict[str, list[TimedStep]]) -> Hidden:

@@ -24,7 +24,7 @@ from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.detection.step_checker import StepChecker, build_detection, watches_of
 from megasdc.train.process import StartClock
 from megasdc.train.signals import StopSignals
-from tools.bench.rank import Messages, join_ranks
+from tools.bench.rank import Messages, join_ranks, take_turns
 from tools.bench.training.loops import DISTINCT_STEPS
 from tools.bench.training.options import TrainBenchOptions, run_config
 
@@ -152,11 +152,7 @@ class BubblesRank:
 def measure_rank(messages: Messages, options: TrainBenchOptions, shape: Shape, folder: Path) -> None:
     """Report each step, in blocks of one of each kind."""
     rank = BubblesRank(options, shape, folder)
-    for _ in range(2):  # not counted: the first audit tries what can be moved, and replays after the micro-batches
-        for kind in KINDS:
-            rank.step(kind)
-    for block in range(options.blocks):
-        first = block % len(KINDS)
-        for kind in (*KINDS[first:], *KINDS[:first]):
-            messages.send(kind=kind, step=rank.step(kind))
+    for kind in KINDS:  # the first audit tries what can be moved, and replays after the micro-batches
+        rank.step(kind)
+    take_turns(messages, str(shape), KINDS, options.blocks, rank.step)
     rank.close()

@@ -28,7 +28,8 @@ from tools.bench.clocks import devices_here, time_block
 from tools.bench.detection.checksum_trials import BLIND_TO, DTYPES, FAULTS, Trials, run_trials
 from tools.bench.detection.options import ChecksumBenchOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Comparison, ComparisonResult, Progress, Report, table
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Comparison, ComparisonResult, Report, table
 from tools.bench.statistics import Block, median_walls, ratios, run_pairs
 from tools.trainings.numerics import cpu_threads
 
@@ -63,14 +64,10 @@ class SpeedComparison(Comparison):
 class ChecksumBenchResult(ComparisonResult):
     """Comparisons by device, type and size; trials by algorithm, type and fault; what could not run, and why."""
 
+    judged = ("comparisons", "trials")
     comparisons: list[SpeedComparison]
     trials: list[Trials]
     not_run: list[str]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every comparison and every kind of trial that was run passed."""
-        return super().passed and all(one.passed for one in self.trials)
 
     def report(self) -> Report:
         """Ratios and rates of each tensor, and the faults that were missed."""
@@ -109,9 +106,7 @@ class ChecksumBenchResult(ComparisonResult):
         return table(title, ("fault", *columns), rows)
 
 
-def bench_checksum(
-    options: ChecksumBenchOptions, on_progress: Progress = lambda what, done, total: None
-) -> ChecksumBenchResult:
+def bench_checksum(options: ChecksumBenchOptions, on_progress: Progress = ignore_progress) -> ChecksumBenchResult:
     """Measure on this machine."""
     machine = describe_machine()
     devices, not_run = devices_here(machine)

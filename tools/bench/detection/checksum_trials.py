@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ALGORITHMS, checksum
-from tools.bench.result import Progress
+from tools.bench.rank import Progress, ignore_progress
 
 NUM_ELEMENTS = 1000
 """Elements of a tensor: whole 64-bit words in both types."""
@@ -126,7 +126,7 @@ class Trials:
         return self.misses == 0
 
 
-def run_trials(count: int, seed: int = 0, on_progress: Progress = lambda what, done, total: None) -> list[Trials]:
+def run_trials(count: int, seed: int = 0, on_progress: Progress = ignore_progress) -> list[Trials]:
     """Inject faults of every kind into tensors of every type, and compare every algorithm's value before and after.
 
     Each of the ``count`` faults is in a new tensor of normal numbers; one entry an algorithm, type and kind.

@@ -15,7 +15,8 @@ from tools.bench.detection.counts import CampaignResult
 from tools.bench.detection.golden_rank import Trial, run_campaign
 from tools.bench.detection.options import DetectionOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress, Report
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Report
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ class DetectionResult(CampaignResult):
         yield f"{self.clean_runs} clean runs, {self.clean_alarms} alarms"
 
 
-def bench_detection(
-    options: DetectionOptions, on_progress: Progress = lambda what, done, total: None
-) -> DetectionResult:
+def bench_detection(options: DetectionOptions, on_progress: Progress = ignore_progress) -> DetectionResult:
     """Run a campaign with all ranks on this machine.
 
     Raises:
@@ -88,5 +87,5 @@ def bench_detection(
     trials: list[Trial] = []
     for number, cell in enumerate(options.cells):
         request = {**cell, "faults": faults, "clean": clean, "seed": options.seed * 1000 + number}
-        trials += run_cell(run_campaign, request, faults + clean, on_progress)
+        trials += run_cell(run_campaign, request, on_progress)
     return DetectionResult(machine, options, trials)

@@ -265,3 +265,4 @@ def run_campaign(messages: Messages, request: dict[str, Any]) -> None:
         clean = left > 0 and (number % every == 0 or total - number <= left)
         left -= clean
         messages.send(trials=[campaign.clean() if clean else campaign.harm()])
+        messages.progress(request["name"], number + 1, total)

@@ -22,7 +22,8 @@ from tools.bench.detection.live_today import OTHERS, compare_with_today
 from tools.bench.detection.live_trial import UNSEEN, LiveTrial, kind_of, row_of
 from tools.bench.detection.options import LiveOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress, Report, table
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Report, table
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,7 @@ class LiveResult(CampaignResult):
         )
 
 
-def bench_live(
-    options: LiveOptions, on_progress: Progress = lambda what, done, total: None, log: Path | None = None
-) -> LiveResult:
+def bench_live(options: LiveOptions, on_progress: Progress = ignore_progress, log: Path | None = None) -> LiveResult:
     """Run a campaign with all ranks on this machine.
 
     Args:
@@ -136,7 +135,7 @@ def bench_live(
         common = {**cell, "seed": options.seed * 1000 + number}
         if faults:
             request = {**common, "faults": faults, "clean_runs": clean_runs}
-            trials += run_cell(run_campaign, request, faults + clean_runs, on_progress)
+            trials += run_cell(run_campaign, request, on_progress)
     chain = ChainResult([])
     if options.drills:
         plan = ChainPlan(options.drills, options.drawn, options.layouts, options.clean, options.seed)

@@ -37,8 +37,8 @@ from tools.bench.checkpoints.recovery_checks import read_end, why_different
 from tools.bench.health.hangs import prepare_texts
 from tools.bench.isolation.config import write_config
 from tools.bench.isolation.rank import run_launches
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report
+from tools.bench.rank import Progress, run_in_ranks, scratch_folder
+from tools.bench.result import Report
 
 CLEAN = "clean"
 ALWAYS_COMPARED = "Compared bit by bit in every step"

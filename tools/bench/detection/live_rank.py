@@ -332,7 +332,8 @@ def run_campaign(messages: Messages, request: dict[str, Any]) -> None:
     rows = deal_rows(weights, request["faults"], campaign.draw)
     for place in range(request["clean_runs"]):
         rows.insert(place * len(rows) // request["clean_runs"], CLEAN)
-    for row in rows:
+    for done, row in enumerate(rows, 1):
         messages.send(trials=campaign.run(campaign.cases.case(row)))
+        messages.progress(request["name"], done, len(rows))
     dist.barrier()
     campaign.close()

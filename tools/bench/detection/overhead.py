@@ -28,8 +28,8 @@ from tools.bench.detection.overhead_model import (
 )
 from tools.bench.detection.overhead_rank import measure_rank
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, interval, table
+from tools.bench.rank import Progress, by_kind, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, interval, table
 from tools.bench.statistics import Estimate, estimate_median
 from tools.bench.training.options import TrainBenchOptions, run_config
 
@@ -163,16 +163,12 @@ class ModelCost:
 class OverheadResult(Result):
     """Measured costs, of which the first model has bars, and predicted shares for the accelerator by tier and width."""
 
+    judged = ("models",)
     also = ("passed", "slack")
     slack = SLACK
 
     models: list[ModelCost]
     extrapolated: dict[str, dict[int, float]]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every bar is met."""
-        return all(model.passed for model in self.models)
 
     @property
     def work(self) -> str:
@@ -235,24 +231,14 @@ def bench_overhead(options: OverheadOptions, on_progress: Progress) -> OverheadR
 def _measure(
     sizes: TrainBenchOptions, options: OverheadOptions, bars: dict[str, float], on_progress: Progress
 ) -> ModelCost:
-    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in STEPS}
-    rates: list[Rates] = []
-    kept: list[Kept] = []
-
-    def on_message(message: dict[str, Any]) -> None:
-        if "rates" in message:
-            rates.append(message["rates"])
-            return
-        if "kept" in message:
-            kept.append(Kept(**message["kept"], period=message["kept"]["cadence"].period(sizes.accumulation)))
-            return
-        steps[message["name"]].append(message["step"])
-        on_progress(f"steps, H={sizes.hidden}", sum(map(len, steps.values())), sizes.blocks * len(STEPS))
-
     with scratch_folder() as folder:
         arguments = {"options": sizes, "folder": folder, "kept": options.kept}
-        run_in_ranks(measure_rank, arguments, sizes.ranks, folder, on_message, threads=sizes.threads, fresh=True)
-    return judge(sizes, steps, median_rates(rates), options.interval, bars, kept[0])
+        more = {"on_progress": on_progress, "threads": sizes.threads, "fresh": True}
+        found = run_in_ranks(measure_rank, arguments, sizes.ranks, folder, **more)
+    rates = median_rates([one["rates"] for one in found if "rates" in one])
+    kept = found[-1]["kept"]
+    kept = Kept(**kept, period=kept["cadence"].period(sizes.accumulation))
+    return judge(sizes, by_kind(found), rates, options.interval, bars, kept)
 
 
 def work_of(sizes: TrainBenchOptions) -> RankWork:

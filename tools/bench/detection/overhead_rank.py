@@ -53,7 +53,7 @@ from tools.bench.detection.overhead_model import (
     STEPS,
     TOKENS,
 )
-from tools.bench.rank import Messages, join_ranks
+from tools.bench.rank import Messages, join_ranks, take_turns
 from tools.bench.training.loops import DISTINCT_STEPS
 from tools.bench.training.options import TrainBenchOptions, run_config
 
@@ -342,13 +342,10 @@ class OverheadRank:
 def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path, kept: int) -> None:
     """Report what steps of each kind took, and after each block the rates; then what ``kept`` steps in a row did."""
     rank = OverheadRank(options, folder, kept)
-    for name in STEPS:  # not counted: the first of each is slower
-        rank.step(name)
-    for block in range(options.blocks):
-        first = block % len(STEPS)
-        names = (*STEPS[first:], *STEPS[:first])
-        for name in reversed(names) if block % 2 else names:  # none always follows the same other
-            messages.send(name=name, step=rank.step(name))
+
+    def send_rates() -> None:
         messages.send(rates=measure_rates(rank.engine))
+
+    take_turns(messages, f"blocks, H={options.hidden}", STEPS, options.blocks, rank.step, send_rates)
     messages.send(kept=rank.keep(kept))
     rank.close()

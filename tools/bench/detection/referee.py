@@ -41,7 +41,8 @@ from megasdc.sdc.referee.rounding import (
 from tools.bench.clocks import devices_here
 from tools.bench.detection.options import RefereeOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Report, Result, table
 from tools.trainings.numerics import cpu_threads
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -119,7 +120,7 @@ def _row(one: Answers) -> tuple[str, ...]:
     )
 
 
-def bench_referee(options: RefereeOptions, on_progress: Progress = lambda what, done, total: None) -> RefereeResult:
+def bench_referee(options: RefereeOptions, on_progress: Progress = ignore_progress) -> RefereeResult:
     """Ask the referee of healthy results, and of flipped bits."""
     machine = describe_machine()
     if options.device == "cuda" and "cuda" not in devices_here(machine)[0]:

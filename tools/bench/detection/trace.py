@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from megasdc.train.build_engine import build_training_engine
 from megasdc.train.process import StartClock
 from tools.bench.clocks import TimedObserver
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.rank import Messages, Progress, by_kind, join_ranks, run_in_ranks, scratch_folder, take_turns
 from tools.bench.result import Report, Result, interval, table
 from tools.bench.statistics import Estimate, estimate_median
 from tools.bench.training.loops import DISTINCT_STEPS, endless_batches
@@ -102,9 +102,7 @@ class TraceBenchResult(Result):
         )
 
 
-def bench_trace(
-    options: TrainBenchOptions, accelerator: Accelerator, on_progress: Callable[[str, int, int], None]
-) -> TraceBenchResult:
+def bench_trace(options: TrainBenchOptions, accelerator: Accelerator, on_progress: Progress) -> TraceBenchResult:
     """Measure tracing on one rank of this machine and predict it for an accelerator; a block is one step of each kind.
 
     Raises:
@@ -112,23 +110,15 @@ def bench_trace(
     """
     options = replace(options, ranks=1, steps_per_block=1)
     machine = describe_machine()
-    steps: dict[str, list[dict[str, float]]] = {name: [] for name in (OFF, *GRANULARITIES)}
-    rates: dict[str, float] = {}
-
-    def on_message(message: dict[str, Any]) -> None:
-        if "name" not in message:
-            rates.update(message)
-            return
-        steps[message.pop("name")].append(message)
-        on_progress("steps", sum(map(len, steps.values())), options.blocks * len(steps))
-
     with scratch_folder() as folder:
         arguments = {"options": options, "folder": folder}
-        run_in_ranks(measure_rank, arguments, 1, folder, on_message, threads=options.threads, fresh=True)
+        more = {"on_progress": on_progress, "threads": options.threads, "fresh": True}
+        found = run_in_ranks(measure_rank, arguments, 1, folder, **more)
         model = run_config(options, folder).megasdc.model
     vocab = padded_vocab_size(options.vocab, model.vocab_multiple)
     width = 4 if options.precision == "fp32" else 2
     work = RankWork(model, vocab, options.sequence, options.micro_batch, options.accumulation, width_bytes=width)
+    steps, rates = by_kind(found), found[-1]
     untraced = [one["wall_s"] for one in steps[OFF]]
     step_s = estimate_median(untraced)
     flop_per_s = work.flops / step_s.median
@@ -183,12 +173,11 @@ def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -
     distinct = min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size
     stream = MemoryStream(options.vocab, options.sequence, distinct, samples)
     batches = endless_batches(stream, options, dims)
-    names = [OFF, *GRANULARITIES]
-    for name in names:  # not counted: the first time of each is slower
-        _step(engine, batches, name, folder)
-    for block in range(options.blocks):
-        for name in names[block % len(names) :] + names[: block % len(names)]:
-            messages.send(name=name, **_step(engine, batches, name, folder))
+
+    def step(name: str) -> dict[str, float]:
+        return _step(engine, batches, name, folder)
+
+    take_turns(messages, "blocks", [OFF, *GRANULARITIES], options.blocks, step)
     messages.send(**_rates(engine.device))
 
 

@@ -26,8 +26,8 @@ from megasdc.train.drop_compute import DropCompute
 from tools.bench.clocks import Clock, Timed, TimedAgreement
 from tools.bench.drops.options import DropCostOptions
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, interval, table
+from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, interval, table
 from tools.bench.small.gpt import small_config
 from tools.bench.small.runs import build_run, drop_compute_of
 from tools.bench.statistics import Estimate, estimate_median
@@ -139,12 +139,8 @@ class LayoutCost:
 class DropCostResult(Result):
     """Measured costs, one entry a layout."""
 
+    judged = ("layouts",)
     layouts: Sequence[LayoutCost]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every layout passed."""
-        return all(one.passed for one in self.layouts)
 
     def report(self) -> Report:
         """Shares of the step by part, and what is sent."""
@@ -175,7 +171,7 @@ class DropCostResult(Result):
         )
 
 
-def bench_drop_cost(options: DropCostOptions, on_progress: Progress = lambda what, done, total: None) -> DropCostResult:
+def bench_drop_cost(options: DropCostOptions, on_progress: Progress = ignore_progress) -> DropCostResult:
     """Measure, with all ranks on this machine.
 
     Raises:
@@ -187,13 +183,6 @@ def bench_drop_cost(options: DropCostOptions, on_progress: Progress = lambda wha
 
 def _measure(options: DropCostOptions, layout: tuple[int, int, int], on_progress: Progress) -> LayoutCost:
     tensor, pipeline, data = layout
-    found = LayoutCost(layout, options.gpt.micro_batches, steps := [])
-
-    def take(message: dict[str, Any]) -> None:
-        steps.append(message["step"])
-        on_progress(found.name, len(steps), options.steps)
-
-    on_progress(found.name, 0, options.steps)
     sections = {
         "drop_compute": {"enabled": True, "threshold": NEVER_S, "warmup_steps": 0},
         "delay": [{"kind": "normal", "mean_s": options.delay_s, "std_s": 0.0}],
@@ -201,8 +190,8 @@ def _measure(options: DropCostOptions, layout: tuple[int, int, int], on_progress
     with scratch_folder() as folder:
         config = small_config(options.gpt, folder / "run", options.steps + 1, sections, layout=(tensor, pipeline))
         request = {"config": config, "vocab": options.gpt.vocab}
-        run_in_ranks(measure_rank, request, tensor * pipeline * data, folder, take)
-    return found
+        found = run_in_ranks(measure_rank, request, tensor * pipeline * data, folder, on_progress=on_progress)
+    return LayoutCost(layout, options.gpt.micro_batches, [one["step"] for one in found])
 
 
 class TimedGate:
@@ -290,6 +279,7 @@ def measure_rank(messages: Messages, config: dict[str, Any], vocab: int) -> None
             micro_batch_s = sum(found[0][2]) / len(found[0][2])
             num_sent = sum(one[3] for one in found)
             messages.send(step=StepCost(slowest[0], slowest[1], micro_batch_s, num_sent))
+            messages.progress(f"TP{dims.tensor} PP{dims.pipeline} DP{dims.data}", step, run.steps - 1)
     drop.close()
     run.events.close()
 

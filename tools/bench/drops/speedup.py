@@ -10,6 +10,7 @@ Source: Giladi et al., NeurIPS 2023, arXiv 2306.10598, eq. 6 and section 5.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,8 @@ from tools.bench.drops.speedup_scores import (
     sleep_share,
 )
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, table
 from tools.bench.small.runs import build_run, drop_compute_of, train_in_turn
 
 BAR = 0.05
@@ -106,28 +107,18 @@ def _row(one: Comparison) -> list[str]:
     ]
 
 
-def bench_drop_speedup(
-    options: DropSpeedupOptions, on_progress: Progress = lambda what, done, total: None
-) -> DropSpeedupResult:
+def bench_drop_speedup(options: DropSpeedupOptions, on_progress: Progress = ignore_progress) -> DropSpeedupResult:
     """Measure, with all ranks on this machine.
 
     Raises:
         MegasdcError: a rank failed.
     """
     machine = describe_machine()
-    runs: list[tuple[Path, list[float]]] = []
-    taus: list[float | None] = []
-
-    def take(message: dict[str, Any]) -> None:
-        if "run" in message:
-            runs.append(message["run"])
-            taus.append(message["tau_s"])
-        on_progress("steps", message["done"], options.num_steps)
-
     with scratch_folder() as folder:
-        on_progress("steps", 0, options.num_steps)
-        run_in_ranks(measure_rank, {"options": options, "folder": folder}, options.replicas, folder, take)
-        (plain, *dropping, own, larger), first, second = runs, options.first, options.second
+        arguments = {"options": options, "folder": folder}
+        runs = run_in_ranks(measure_rank, arguments, options.replicas, folder, on_progress=on_progress)
+        taus: list[float | None] = [one["tau_s"] for one in runs]
+        (plain, *dropping, own, larger), first, second = (one["run"] for one in runs), options.first, options.second
         before, sigmas = folder / "before", options.sigmas
         found = [
             compare(tau, plain, run, first, before, first, sigmas)
@@ -146,12 +137,10 @@ def measure_rank(messages: Messages, options: DropSpeedupOptions, folder: Path) 
     that chooses its own and one with a larger batch then take steps in turn.
     """
     dims = join_ranks()
-    done = 0
+    steps_done = itertools.count(1)
 
     def count() -> None:
-        nonlocal done
-        done += 1
-        messages.send(done=done)
+        messages.progress("steps", next(steps_done), options.num_steps)
 
     def build(name: str, threshold: float | str, **changes: Any) -> Run:
         return build_run(options.config(folder / name, threshold, **changes), dims, options.gpt.vocab)[0]
@@ -165,4 +154,4 @@ def measure_rank(messages: Messages, options: DropSpeedupOptions, folder: Path) 
     runs.append(build("larger_batch", AUTO, larger_batch=True))
     for run, walls_s in zip(runs, train_in_turn(runs, count), strict=True):
         tau_s = drop_compute_of(run).state_dict()["tau_s"]
-        messages.send(done=done, run=(run.folder, walls_s), tau_s=tau_s)
+        messages.send(run=(run.folder, walls_s), tau_s=tau_s)

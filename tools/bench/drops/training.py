@@ -22,8 +22,8 @@ from tools.bench.drops.options import REPLICAS, DropTrainOptions, Setting
 from tools.bench.drops.training_scores import DropRun, SettingScore, score, verdict
 from tools.bench.drops.training_setup import COMMUNICATION_S, LATENCY_S, MEAN_DELAY_S, draw, run_config
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, table
 from tools.bench.small.gpt import prepare_library
 from tools.bench.small.runs import build_run, train_in_turn
 
@@ -98,7 +98,7 @@ def _curves(scores: list[SettingScore]) -> Table:
 
 
 def bench_drop_training(
-    options: DropTrainOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
+    options: DropTrainOptions, log: Path | None = None, on_progress: Progress = ignore_progress
 ) -> DropTrainResult:
     """Make the runs of a campaign that are not in its log yet, with both ranks on this machine.
 

@@ -38,8 +38,8 @@ from tools.bench.guard.cases import (
 from tools.bench.guard.options import GuardOptions
 from tools.bench.guard.rank import run_cases
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result
 from tools.trainings.engines import TRANSIENT
 
 BASES = {PERSISTENT: {MAJORITY, REFEREE, OWN_CODE}, OF_TWO: {REFEREE, OWN_CODE}, UNIT: {ELSEWHERE}}
@@ -88,9 +88,7 @@ def _row(found: Sequence[Guarded]) -> tuple[int, ...]:
     return len(found), faulty, right, sum(one.audits for one in found), clean
 
 
-def bench_guard(
-    options: GuardOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
-) -> GuardResult:
+def bench_guard(options: GuardOptions, log: Path | None = None, on_progress: Progress = ignore_progress) -> GuardResult:
     """Run the trainings that are not in the log yet, with all ranks on this machine.
 
     Args:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tools.bench.guard.cost_rank import CALLS, SOMETIMES, measure_costs
 from tools.bench.guard.options import GuardCostOptions
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, table
-from tools.bench.statistics import Cost, Estimate, estimate_median, ratios
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, table
+from tools.bench.statistics import Estimate, estimate_median, ratios
 
 RANKS = 2
 BAR = 0.01
@@ -66,14 +65,10 @@ class Due:
 class GuardCostResult(Result):
     """All protections."""
 
+    judged = ("always", "sometimes")
     always: Sequence[Every] = field(repr=False)
     trace: Estimate = field(repr=False)
     sometimes: Sequence[Due] = field(repr=False)
-
-    @property
-    def passed(self) -> bool:
-        """Whether none costs more than it may."""
-        return all(one.passed for one in self.always) and all(one.passed for one in self.sometimes)
 
     def report(self) -> Report:
         """A table for each kind."""
@@ -102,29 +97,17 @@ class GuardCostResult(Result):
         yield table("now and then: training stands still", columns, due)
 
 
-def bench_guard_cost(
-    options: GuardCostOptions, on_progress: Progress = lambda what, done, total: None
-) -> GuardCostResult:
+def bench_guard_cost(options: GuardCostOptions, on_progress: Progress = ignore_progress) -> GuardCostResult:
     """Measure all protections with all ranks on this machine.
 
     Raises:
         MegasdcError: a rank has failed.
     """
-    machine, costs = describe_machine(), list[tuple[Cost, Cost]]()
-    shares, stood = dict[str, list[float]](), dict[str, list[float]]()
-
-    def take(message: dict[str, Any]) -> None:
-        if "done" in message:
-            on_progress(message["name"], message["done"], message["total"])
-        elif "shares" in message:
-            shares[message["name"]] = message["shares"]
-        elif "costs" in message:
-            costs.extend(message["costs"])
-        else:
-            stood[message["name"]] = message["seconds"]
-
+    machine = describe_machine()
     with scratch_folder() as folder:
-        run_in_ranks(measure_costs, {"options": options, "folder": str(folder)}, RANKS, folder, take)
+        arguments = {"options": options, "folder": str(folder)}
+        (found,) = run_in_ranks(measure_costs, arguments, RANKS, folder, on_progress=on_progress)
+    costs, shares, stood = found["costs"], found["shares"], found["stood"]
     step_s = estimate_median([other.wall_s / options.steps for _, other in costs]).median
     return GuardCostResult(
         *(machine, options),

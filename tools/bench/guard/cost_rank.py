@@ -14,7 +14,7 @@ import torch
 from megasdc.attached.bounds import GuardBounds
 from megasdc.attached.nonfinite import GuardNonFinite, MicroBatches
 from megasdc.ops.health.attached import GuardStragglers
-from tools.bench.clocks import Clock
+from tools.bench.clocks import Clock, time_block
 from tools.bench.guard.options import GuardCostOptions
 from tools.bench.rank import TIMEOUT_S, Messages
 from tools.bench.statistics import Block, Cost, run_pairs
@@ -48,7 +48,7 @@ SOMETIMES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 
 
 def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) -> None:
-    """Train on and on; rank 0 sends costs of blocks with and without each protection, and seconds that others took."""
+    """Train on and on; rank 0 sends shares of calls, costs of blocks with and without traces, seconds of what is due."""
     import deepspeed
     import torch.distributed as dist
 
@@ -75,7 +75,7 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
 
     def measure(block: Block) -> Cost:
         block()
-        cost = _clocked(lambda: train(options.steps))
+        cost = time_block(lambda: train(options.steps))
         while guards:
             guards.pop().close()
         return cost
@@ -87,20 +87,17 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
         return megasdc.attach(engine, settings)
 
     train(1)
+    shares, stood = dict[str, list[float]](), dict[str, list[float]]()
     for number, (name, (sections, calls)) in enumerate(CALLS.items()):
-        messages.send(name=name, done=number, total=len(CALLS))
+        messages.progress(name, number, len(CALLS))
         with _timed(calls) as clock:
             guard = attach(name, sections)
-            shares = [_share(train, clock) for _ in range(options.pairs * options.steps + 1)]
+            _share(train, clock)  # the first allocates
+            shares[name] = [_share(train, clock) for _ in range(options.pairs * options.steps)]
             guard.close()
-        messages.send(name=name, shares=shares[1:])  # the first allocates
-
-    def tell(what: str, done: int, total: int) -> None:
-        messages.send(name=what, done=done, total=total)
-
-    traced = {"trace": {"enabled": True}}
-    costs = run_pairs(TRACE, (lambda: guards.append(attach(TRACE, traced)), lambda: None), options.pairs, measure, tell)
-    messages.send(name=TRACE, costs=costs)
+    traced, pairs = {"trace": {"enabled": True}}, options.pairs
+    sides: tuple[Block, Block] = (lambda: guards.append(attach(TRACE, traced)), lambda: None)
+    costs = run_pairs(TRACE, sides, pairs, measure, messages.progress)
     _record(attach, train, folder)
     for name, (_, sections) in SOMETIMES.items():
         path = {"golden": {**sections["golden"], "path": f"{folder}/file.golden"}} if "golden" in sections else {}
@@ -108,7 +105,8 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
         train(options.audits + 1)
         guard.close()
         if dist.get_rank() == 0:
-            messages.send(name=name, seconds=_seconds(Path(folder) / name.replace(" ", "_"))[1:])
+            stood[name] = _seconds(Path(folder) / name.replace(" ", "_"))[1:]
+    messages.send(shares=shares, costs=costs, stood=stood)
 
 
 @contextmanager
@@ -139,13 +137,6 @@ def _record(attach: Callable[..., Any], train: Callable[[int], None], folder: st
     guard = attach("record", {"golden": {"path": f"{folder}/file.golden", "record": True}})
     train(1)
     guard.close()
-
-
-def _clocked(work: Callable[[], None]) -> Cost:
-    """Wall time here, and processor time of this rank."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def _seconds(folder: Path) -> list[float]:

@@ -24,7 +24,8 @@ from megasdc.attached.record import choose_watched
 from tools.bench.campaign import tables
 from tools.bench.guard.options import DisputeOptions
 from tools.bench.machine import describe_machine
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Progress, ignore_progress
+from tools.bench.result import Report, Result, table
 from tools.trainings.engines import PERSISTENT, SDPA, Planted, wrong_attention
 from tools.trainings.numerics import FUSED, ORDER, Other, other_attention, other_threads, use_kernel, without_library
 from tools.trainings.pair import LIBRARY_MODELS, MODELS, PRECISIONS, Judged, Side, build_model, draw_batch, judge_pair
@@ -100,7 +101,7 @@ def _row(some: Sequence[Dispute]) -> tuple[int, ...]:
     return len(clean), wrong_names[0], len(faulty), sum(one.right for one in faulty), wrong_names[1]
 
 
-def bench_disputes(options: DisputeOptions, on_progress: Progress = lambda what, done, total: None) -> DisputesResult:
+def bench_disputes(options: DisputeOptions, on_progress: Progress = ignore_progress) -> DisputesResult:
     """Let the referee judge healthy replicas, and faults."""
     machine, chance, found = describe_machine(), random.Random(options.seed), list[Dispute]()
     for what, count, draw in (("healthy", options.healthy, draw_healthy), ("faults", options.faults, draw_fault)):

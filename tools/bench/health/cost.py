@@ -17,15 +17,14 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from tools.bench.health.cost_clocks import AgentCost
 from tools.bench.health.cost_rank import RankCost, measure_rank
 from tools.bench.health.options import HealthCostOptions
 from tools.bench.health.week import Growth, simulate_weeks
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, interval, table
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, interval, table
 from tools.bench.small.gpt import prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
@@ -126,13 +125,9 @@ class LayoutCost:
 class HealthCostResult(Result):
     """Costs by layout, and what grew in the simulated time."""
 
+    judged = ("layouts", "growths")
     layouts: Sequence[LayoutCost]
     growths: Sequence[Growth] = field(default=())
-
-    @property
-    def passed(self) -> bool:
-        """Whether all bars are met."""
-        return all(one.passed for one in self.layouts) and all(one.passed for one in self.growths)
 
     def report(self) -> Report:
         """Shares by part, the agent, bits, and the simulated time."""
@@ -203,9 +198,7 @@ def _bits(one: LayoutCost) -> str:
     return "without health no hook of it is there, and all losses are the same bits pass"
 
 
-def bench_health_cost(
-    options: HealthCostOptions, on_progress: Progress = lambda what, done, total: None
-) -> HealthCostResult:
+def bench_health_cost(options: HealthCostOptions, on_progress: Progress = ignore_progress) -> HealthCostResult:
     """Measure, with all ranks on this machine.
 
     Raises:
@@ -247,19 +240,10 @@ def _train(
     options: HealthCostOptions, layout: tuple[int, int, int], data: Path, folder: Path, on_progress: Progress
 ) -> tuple[list[RankCost], AgentCost | None]:
     """Train once, with health in the folder ``on``, and return what ranks and agent took."""
-    watched, total = folder.name == "on", options.steps + 1
     folder.mkdir(parents=True)
     config = folder / "config.json"
-    raw = options.config(layout, data, folder / "run", watched)
+    raw = options.config(layout, data, folder / "run", watched=folder.name == "on")
     config.write_text(json.dumps(raw), encoding="utf-8")
-    found: dict[str, Any] = {}
-
-    def take(message: dict[str, Any]) -> None:
-        if "step" in message:
-            on_progress(f"steps with health {folder.name}", message["step"], total)
-        else:
-            found.update(message)
-
     arguments = {"config": config, "settle_s": options.settle_s}
-    run_in_ranks(measure_rank, arguments, math.prod(layout), folder, take)
+    (found,) = run_in_ranks(measure_rank, arguments, math.prod(layout), folder, on_progress=on_progress)
     return found["ranks"], found["agent"]

@@ -84,7 +84,8 @@ class Recorder(Hook):
         self._losses.append(result.loss)
         if self._agent is not None:
             self._agent.read()
-        self._messages.send(step=result.step)
+        watched = "on" if self._attached else "off"
+        self._messages.progress(f"steps with health {watched}", result.step, run.steps)
         self._ended_at = time.perf_counter()
 
     def on_end(self, run: Run) -> None:

@@ -26,8 +26,8 @@ from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tab
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
 from tools.bench.health.options import HangOptions
 from tools.bench.machine import describe_machine
-from tools.bench.rank import scratch_folder
-from tools.bench.result import Progress, Report, Result
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
+from tools.bench.result import Report, Result
 
 FLOOR_S, SLOW_FLOOR_S = 3.0, 8.0
 GIVE_UP_S = 150.0
@@ -83,9 +83,7 @@ def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
     return len(drills), *counts, times
 
 
-def bench_hangs(
-    options: HangOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
-) -> HangResult:
+def bench_hangs(options: HangOptions, log: Path | None = None, on_progress: Progress = ignore_progress) -> HangResult:
     """Run the drills that are not in the log yet, then the runs without a hang.
 
     Args:

@@ -18,8 +18,8 @@ from megasdc.events import read_events
 from tools.bench.campaign import Campaign, CampaignLog
 from tools.bench.health.options import CLEAN, Case, StragglerOptions
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Messages, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, table
 from tools.bench.small.runs import build_run, train_in_turn
 
 LITTLE, ENOUGH = 1.3, 0.95
@@ -71,13 +71,9 @@ class Row:
 class StragglerResult(Result):
     """A row for each noise and ratio, and all trials."""
 
+    judged = ("rows",)
     rows: Sequence[Row]
     trials: Sequence[Trial]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every row meets its bar."""
-        return all(row.passed for row in self.rows)
 
     def report(self) -> Report:
         """The table."""
@@ -126,7 +122,7 @@ def score(trials: Sequence[Trial], options: StragglerOptions) -> list[Row]:
 
 
 def bench_stragglers(
-    options: StragglerOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
+    options: StragglerOptions, log: Path | None = None, on_progress: Progress = ignore_progress
 ) -> StragglerResult:
     """Make the trials that are not in the log yet, with all ranks on this machine.
 

@@ -30,7 +30,7 @@ from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.record import BUCKETS, HeartbeatWriter, RecordReader, WatchedIdentity, record_path
 from megasdc.ops.health.slow.report import LARGEST_BYTES, SlowReport, Where
 from megasdc.ops.health.slow.stragglers import LONG, Stragglers
-from tools.bench.result import Progress
+from tools.bench.rank import Progress
 
 WEEK_S = 7 * 86_400
 READING_S = 10

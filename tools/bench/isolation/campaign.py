@@ -25,8 +25,8 @@ from tools.bench.isolation.kinds import AGAIN, KINDS, STEPS, Harm, draw_harm
 from tools.bench.isolation.options import MORE, IsolationOptions
 from tools.bench.isolation.rank import run_launches
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result
 
 AT_A_TIME = 8
 """Launches in the same processes, which do not free what an ended one has left."""
@@ -101,7 +101,7 @@ def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
 
 
 def bench_isolation(
-    options: IsolationOptions, log: Path | None = None, on_progress: Progress = lambda what, done, total: None
+    options: IsolationOptions, log: Path | None = None, on_progress: Progress = ignore_progress
 ) -> IsolationResult:
     """Run the drills that are not in the log yet, with all ranks on this machine.
 

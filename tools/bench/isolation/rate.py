@@ -22,8 +22,8 @@ from tools.bench.isolation.config import write_config
 from tools.bench.isolation.options import RateOptions
 from tools.bench.isolation.rank import run_launches
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, table
 from tools.bench.statistics import SLACK, Estimate, estimate_median
 
 LEAVE_OUT = 5
@@ -63,12 +63,8 @@ class Rates:
 class RateResult(Result):
     """All layouts."""
 
+    judged = ("rates",)
     rates: Sequence[Rates] = field(repr=False)
-
-    @property
-    def passed(self) -> bool:
-        """Whether all bars are met."""
-        return all(one.passed for one in self.rates)
 
     def report(self) -> Report:
         """A row for each layout."""
@@ -87,7 +83,7 @@ class RateResult(Result):
         yield table("ratios, median and its interval", columns, rows)
 
 
-def bench_isolation_rate(options: RateOptions, on_progress: Progress = lambda what, done, total: None) -> RateResult:
+def bench_isolation_rate(options: RateOptions, on_progress: Progress = ignore_progress) -> RateResult:
     """Run each layout with all ranks on this machine.
 
     Raises:
@@ -117,7 +113,6 @@ def _round(folder: Path, data: Path, layout: Layout, options: RateOptions) -> li
     steps = FIRST + options.steps - 1
     runs = [write_config(folder / str(number), data, layout, steps, more) for number, more in enumerate(kinds)]
     ranks = math.prod(layout)
-    codes: list[list[int]] = []
     arguments: dict[str, Any] = {"launches": [(str(run), [], ranks) for run in runs], "folder": str(folder)}
     run_in_ranks(run_launches, arguments, ranks, folder, lambda message: codes.append(message["codes"]))
     left_out = [any(read_events(run.parent, kind="isolation")) for run in runs]

@@ -30,8 +30,7 @@ from tools.bench.campaign import Campaign, CampaignLog, Layout
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.health.hangs import prepare_texts
 from tools.bench.machine import describe_machine
-from tools.bench.rank import scratch_folder
-from tools.bench.result import Progress
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
 from tools.bench.supervised.config import STEP_S, STEPS, Training, training_of, write_config
 from tools.bench.supervised.drill import Drill, Strike, blamed_wrongly, read_drill
 from tools.bench.supervised.faults import KINDS, LEAVE_OUT
@@ -61,7 +60,7 @@ def bench_supervised(
     options: SupervisedOptions,
     log: Path | None = None,
     keep: Path | None = None,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: Progress = ignore_progress,
 ) -> SupervisedResult:
     """Do the runs that are not in the log yet.
 

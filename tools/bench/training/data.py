@@ -23,8 +23,8 @@ from megasdc.config.data import SourceSection
 from megasdc.data.sources import iterate_documents, sample_documents
 from megasdc.data.tokenizer import SENTENCEPIECE_FILE, train_sentencepiece
 from tools.bench.machine import describe_machine
-from tools.bench.rank import scratch_folder
-from tools.bench.result import Comparison, ComparisonResult, Progress, Report
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
+from tools.bench.result import Comparison, ComparisonResult, Report
 from tools.bench.statistics import Block, Cost, median_walls, ratios, run_pairs
 from tools.bench.training.options import DataBenchOptions
 
@@ -78,7 +78,7 @@ class DataBenchResult(ComparisonResult):
 def bench_data(
     options: DataBenchOptions,
     kinds: tuple[str, ...] = KINDS,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: Progress = ignore_progress,
 ) -> DataBenchResult:
     """Measure on this machine, with kinds of tokenizers ``sentencepiece`` and ``huggingface``.
 

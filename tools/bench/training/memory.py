@@ -18,8 +18,8 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.train.memory import MIB, predict_step_memory, unpredicted_because
 from megasdc.train.process import prepare_cpu
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Messages, run_in_ranks, scratch_folder
-from tools.bench.result import Progress, Report, Result, table
+from tools.bench.rank import Messages, Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, table
 from tools.trainings.step_memory import CASES, measure_peak, trains_on_gpu
 
 BAR = 0.1
@@ -88,7 +88,7 @@ def compare_memory(
 
 
 def bench_memory(
-    cases: Mapping[str, tuple[RunConfig, int, int]], on_progress: Progress = lambda what, done, total: None
+    cases: Mapping[str, tuple[RunConfig, int, int]], on_progress: Progress = ignore_progress
 ) -> MemoryResult:
     """Train each configuration for some steps with all ranks on this machine.
 
@@ -105,11 +105,10 @@ def bench_memory(
         peaks: dict[int, float] = {}
         with scratch_folder() as folder:
             arguments = {"config": config.resolved(), "source": config.source, "vocab": vocab}
-            messages: list[dict[str, Any]] = []
-            run_in_ranks(measure_rank, arguments, ranks, folder, messages.append)
-        for stage, peak in messages[-1]["peaks"]:
+            (found,) = run_in_ranks(measure_rank, arguments, ranks, folder)
+        for stage, peak in found["peaks"]:
             peaks[stage] = max(peaks.get(stage, 0), peak)
-        stages += compare_memory(name, config, layout, vocab, peaks, messages[-1]["on_gpu"])
+        stages += compare_memory(name, config, layout, vocab, peaks, found["on_gpu"])
         on_progress(name, 1, 1)
     return MemoryResult(describe_machine(), {"configurations": list(cases)}, stages)
 

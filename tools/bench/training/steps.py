@@ -21,9 +21,9 @@ from typing import Any
 
 from megasdc.common.errors import MegasdcError
 from tools.bench.machine import describe_machine
-from tools.bench.rank import run_in_ranks, scratch_folder
-from tools.bench.result import Comparison, ComparisonResult, Progress, Report
-from tools.bench.statistics import median_walls, ratios
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.result import Comparison, ComparisonResult, Report
+from tools.bench.statistics import in_turn, median_walls, ratios
 from tools.bench.training.launch_time import COMMANDS, FUSED_COMMANDS, measure_launches, report_launch
 from tools.bench.training.options import TrainBenchOptions
 from tools.bench.training.steps_rank import compare, run_apart
@@ -110,7 +110,7 @@ def bench_train(
     options: TrainBenchOptions,
     against: tuple[str, ...] = AGAINST,
     launches: int = 5,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: Progress = ignore_progress,
 ) -> TrainBenchResult:
     """Measure, with all ranks on this machine.
 
@@ -151,13 +151,8 @@ def bar_of(against: str, options: TrainBenchOptions) -> float | None:
 
 def _compare(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> TrainComparison:
     """Run one comparison in ranks of its own."""
-
-    def told(done: int) -> None:
-        on_progress(f"against {against}", done, options.blocks)
-
-    told(0)
     run = _run_apart if against in APART else _run_together
-    (ours, other), difference = run(options, against, folder, told)
+    (ours, other), difference = run(options, against, folder, on_progress)
     if ours["parameters"] != other["parameters"]:
         raise MegasdcError(
             f"the compared models have {ours['parameters']:,} and {other['parameters']:,} parameters; "
@@ -185,18 +180,11 @@ Sides = tuple[list[dict[str, Any]], str | None]
 """Reports of rank 0 on our loop and the other, and the first thing whose bits differ."""
 
 
-def _run_together(options: TrainBenchOptions, against: str, folder: Path, on_progress: Callable[[int], None]) -> Sides:
+def _run_together(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> Sides:
     """Run both loops in the same ranks."""
-    found: dict[str, Any] = {}
-
-    def take(message: dict[str, Any]) -> None:
-        if "done" in message:
-            on_progress(message["done"])
-        else:
-            found.update(message)
-
     arguments = {"options": options, "against": against, "folder": folder}
-    run_in_ranks(compare, arguments, options.ranks, folder, take, threads=options.threads, fresh=True)
+    more = {"on_progress": on_progress, "threads": options.threads, "fresh": True}
+    (found,) = run_in_ranks(compare, arguments, options.ranks, folder, **more)
     return found["sides"], found["difference"]
 
 
@@ -204,7 +192,7 @@ class _Turns:
     """Turns of two sides, each with so many blocks, the order changing from pair to pair."""
 
     def __init__(self, pairs: int, on_progress: Callable[[int], None]) -> None:
-        self._order = [side for pair in range(pairs) for side in ((0, 1) if pair % 2 == 0 else (1, 0))]
+        self._order = [side for pair in range(pairs) for side in in_turn((0, 1), pair)]
         self._done = 0
         self._running: int | None = None
         self._failed = False
@@ -236,9 +224,10 @@ class _Turns:
             self._changed.notify_all()
 
 
-def _run_apart(options: TrainBenchOptions, against: str, folder: Path, on_progress: Callable[[int], None]) -> Sides:
+def _run_apart(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> Sides:
     """Run either loop in ranks of its own, which are idle while the other's block runs."""
-    turns = _Turns(options.blocks + 1, lambda done: on_progress(min(done, options.blocks)))  # one more is profiled
+    what, blocks = f"against {against}", options.blocks
+    turns = _Turns(blocks + 1, lambda done: on_progress(what, min(done, blocks), blocks))  # one more is profiled
 
     def run(side: int, name: str) -> dict[str, Any]:
         found: dict[str, Any] = {}

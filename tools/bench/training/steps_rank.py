@@ -143,13 +143,12 @@ def compare(messages: Messages, options: TrainBenchOptions, against: str, folder
     groups.set_all_timeouts(setting.config.megasdc.parallel.timeout_s)
     for loop in (ours, other):
         loop.run(options.warmup_steps)
-    messages.send(done=0)
     costs = run_alternating(
         lambda: ours.run(options.steps_per_block),
         lambda: other.run(options.steps_per_block),
         options.blocks,
         measure_block,
-        lambda done: messages.send(done=done),
+        lambda done: messages.progress(f"against {against}", done, options.blocks),
     )
     sides = [_side(loop, options, [pair[number] for pair in costs]) for number, loop in enumerate((ours, other))]
     messages.send(sides=sides, difference=_agree_on_difference(ours, other) if against == "plain" else None)
