@@ -65,7 +65,7 @@ COMMON: dict[str, Any] = {
 }
 GUARD_STEPS = 2
 LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-"""Sizes of the guarded model, beside those of ``tools.bench.guard``."""
+"""Sizes of the guarded model, beside those of ``tools.trainings.engines``."""
 CHECKPOINTS = {
     "halted": f"halted/checkpoints/step_{SAVED:08d}",
     "node_local": f"node_local/checkpoints/step_{NODE_SAVED:08d}",

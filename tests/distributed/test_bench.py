@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from megasdc.common.errors import ConfigError, MegasdcError
 from tools.bench.commands import app
 from tools.bench.rank import run_in_ranks
+from tools.bench.small.drill import prepare_texts
 from tools.bench.statistics import Cost
 from tools.bench.training import launch_time
 from tools.bench.training.launch_time import COLD, COMMANDS, WARM, measure_launches
@@ -66,11 +67,10 @@ def test_command_reports_and_judges(monkeypatch, tmp_path, difference, code):
     """The exit code is the verdict: 1 when bits differ, whatever the times; the file holds every block."""
     from tools.bench.training import steps
 
-    def answer(function, arguments, ranks, folder, on_message, threads, fresh):
+    def answer(function, arguments, ranks, folder, **_):
         side = {"parameters": 5, "library_share": 0.5, "first_loss": 1.0, "last_loss": 1.0}
         side["costs"] = [Cost(1.0, 1.0)]
-        on_message({"done": 1})
-        on_message({"sides": [side, side], "difference": difference})
+        return [{"sides": [side, side], "difference": difference}]
 
     monkeypatch.setattr(steps, "run_in_ranks", answer)
     out = tmp_path / "result.json"
@@ -138,7 +138,7 @@ def test_wrong_options_are_refused():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_time_to_first_step(tmp_path, command):
     """Either launcher is run, and every part from the command to the first step is there."""
-    found = launch_time._launch_once(tmp_path, "run", command, launch_time.prepare_text(tmp_path), 1, 1)
+    found = launch_time._launch_once(tmp_path, "run", command, prepare_texts(tmp_path), 1, 1)
     assert list(found) == PARTS
     assert all(seconds >= 0 for seconds in found.values())
 
@@ -152,7 +152,7 @@ def test_launches_take_turns_and_the_first_do_not_count(monkeypatch, tmp_path):
         return {part: float(len(launched) * (part == "model") + 1) for part in PARTS}
 
     monkeypatch.setattr(launch_time, "_launch_once", launch)
-    monkeypatch.setattr(launch_time, "prepare_text", lambda folder: folder)
+    monkeypatch.setattr(launch_time, "prepare_library", lambda folder, *_, **__: folder)
     found = measure_launches(COMMANDS, 2, 2, 1, tmp_path, told.append)
     ours, other = COMMANDS
     names = [(f"run_{repeat}_{place}", command) for repeat in range(3) for place, command in enumerate(COMMANDS)]

@@ -72,7 +72,7 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_a_sample(tmp_path: Path) -> None:
+def test_a_sample(tmp_path: Path, forked_ranks: None) -> None:
     """Every kind of check costs time in the calls that make it up; the exit code says whether the bars are met."""
     out, page = tmp_path / "result.json", tmp_path / "figure.html"
     done = CliRunner().invoke(app, ["detection-overhead", *SMALL, "--out", str(out), "--figure", str(page)])

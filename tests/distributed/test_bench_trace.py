@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 SMALL = ["--blocks", "2", "--hidden", "64", "--layers", "1", "--sequence", "32", "--vocab", "500"]
 
 
-def test_a_sample(tmp_path: Path) -> None:
+def test_a_sample(tmp_path: Path, forked_ranks: None) -> None:
     """The rank records as many checksums as the model counts; the prediction is bytes and calls over the step."""
     out = tmp_path / "result.json"
     done = CliRunner().invoke(app, ["trace", *SMALL, "--call-us", "7", "--out", str(out)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,13 +22,28 @@ class Clock:
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
 
-    def timed(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
+    def timed(self, part: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call it, and count its time."""
         began = time.perf_counter()
         try:
-            return call(*args)
+            return call(*args, **options)
         finally:
             self.parts[part] = self.parts.get(part, 0.0) + time.perf_counter() - began
+
+    def wrap(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, whose time is counted; as a method it takes its object first."""
+
+        @wraps(call)
+        def timed(*args: Any, **options: Any) -> Any:
+            return self.timed(part, call, *args, **options)
+
+        return timed
+
+    def pop_parts(self) -> dict[str, float]:
+        """Seconds by part since the last call."""
+        found = dict(self.parts)
+        self.parts.clear()
+        return found
 
     @property
     def total_s(self) -> float:
@@ -100,13 +115,13 @@ class TimedAgreement(StepAgreement):
         self._clock.timed("agreement", super().finish)
 
 
-def time_block(run: Block) -> Cost:
-    """Time a block until a GPU, if there is one, has done it."""
+def time_block(run: Block, cpu_s: Callable[[], float] = time.process_time) -> Cost:
+    """Time a block until a GPU, if there is one, has done it; ``cpu_s``: clock of processor time."""
     wait_for_device()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu = time.perf_counter(), cpu_s()
     run()
     wait_for_device()
-    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+    return Cost(time.perf_counter() - wall, cpu_s() - cpu)
 
 
 def devices_here(machine: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -39,7 +39,7 @@ class Messages(run_ranks.ReportChannel):
         """Send one message.
 
         Args:
-            **fields: any objects that can be pickled; ``waits`` is for ``ask`` alone.
+            **fields: any objects that can be pickled; ``waits`` is for ``send_and_wait`` alone.
         """
         if self._file is not None:
             waits = fields.pop("waits", False)
@@ -100,7 +100,7 @@ def take_turns(
     step: Callable[[str], Any],
     after_block: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take steps of several kinds ``in_turn``, and send what each took; the first of each, which is slower, does not count.
+    """Take steps of several kinds ``in_turn``, and send what each took, but for the first of each, which is slower.
 
     Args:
         what: name of the steps in progress.

@@ -112,7 +112,7 @@ class ComparisonResult(Result):
     also = ("passed", "slack")
     slack: ClassVar[float] = SLACK
 
-    judged = ("comparisons",)
+    judged: ClassVar[tuple[str, ...]] = ("comparisons",)
     comparisons: Sequence[Comparison]
 
 

@@ -12,8 +12,8 @@ import torch
 from megasdc.common.errors import ConfigError
 from tools.bench.bounds.gradient_sizes import SizeHistogram
 from tools.bench.bounds.options import BoundTrainOptions, Setting
+from tools.bench.bounds.training import fault_specs
 from tools.bench.bounds.training_scores import BoundRun, score
-from tools.bench.bounds.training_setup import fault_specs
 from tools.bench.bounds.training_verdict import verdict
 from tools.bench.options import parse_numbers
 

@@ -73,11 +73,13 @@ def _write_run(folder: Path, completed: list[int]) -> Path:
     (folder / "step_times").mkdir(parents=True)
     decisions = [{"start": {"step": 0, "data": 2, "micro_batches": 2}}]
     for rank, (replica, stage) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
-        lines = [{"kind": "layout", "dp_rank": replica, "pp_rank": stage}]
+        sizes = {"data": 2, "pipeline": 2, "micro_batches": 2}
+        lines = [{"kind": "layout", "rank": rank, "dp_rank": replica, "pp_rank": stage, **sizes}]
         each = (FAST_S, SLOW_S)[replica] * (1 + 99 * stage)
         for step in range(1, 82):
             times = {"start_s": [0.0, each], "end_s": [each, 2 * each], "compute_s": 2 * each}
-            lines.append({"step": step, **times, "step_s": 2 * SLOW_S + REST_S})
+            times |= {"busy_s": [each, each], "step_s": 2 * SLOW_S + REST_S, "gc_s": 0.0}
+            lines.append({"step": step, "planned": 2, **times})
         path = folder / "step_times" / f"rank_{rank:05d}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     decisions += [{"step": step, "planned": 2, "completed": completed} for step in range(1, 82)]

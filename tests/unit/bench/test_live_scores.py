@@ -35,8 +35,7 @@ from tools.bench.detection.live_cases import (
     deal_rows,
     weights_of_rows,
 )
-from tools.bench.detection.live_rank import differs_from_repeat, is_read
-from tools.bench.detection.live_setup import detecting, live_config
+from tools.bench.detection.live_rank import detecting, differs_from_repeat, is_read, live_config
 from tools.bench.detection.live_today import compare_with_today
 from tools.bench.detection.live_trial import LiveTrial, Named
 from tools.bench.detection.options import LiveOptions

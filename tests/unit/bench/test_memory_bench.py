@@ -27,9 +27,9 @@ TWO_STAGES = MemoryCase(2, deepspeed=FOUR, parallel={"pipeline": 2})
 
 
 def _bench(monkeypatch: pytest.MonkeyPatch, case: MemoryCase, peaks: list[tuple[int, float]]) -> MemoryResult:
-    def answer(function: Any, arguments: dict[str, Any], ranks: int, folder: Any, on_message: Any) -> None:
+    def answer(function: Any, arguments: dict[str, Any], ranks: int, folder: Any) -> list[dict[str, Any]]:
         assert (function, ranks, arguments["vocab"]) == (memory.measure_rank, case.ranks, case.vocab)
-        on_message({"peaks": peaks, "on_gpu": False})
+        return [{"peaks": peaks, "on_gpu": False}]
 
     monkeypatch.setattr(memory, "run_in_ranks", answer)
     return bench_memory({"case": (case.config(), case.ranks, case.vocab)})

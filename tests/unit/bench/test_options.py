@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from megasdc.cli.app import Application
 from megasdc.common.errors import ConfigError
+from tools.bench import commands
 from tools.bench.options import Options, add_command, in_unit, numbers, option
 from tools.bench.result import Result, plain
 
@@ -102,3 +104,18 @@ def test_plain_values() -> None:
         "a": [{"hidden": 32, "layers": 2, "heads": 1}, "b"],
         1: "nan",
     }
+
+
+def test_every_benchmark_is_there() -> None:
+    """The functions that commands name, which are imported only when they are called, with as many parameters."""
+    tree = ast.parse(Path(commands.__file__).read_text())
+    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and getattr(one.func, "id", "") == "benchmark"]
+    assert len(calls) > 20
+    for call in calls:
+        target = ast.literal_eval(call.args[2])
+        module, _, name = target.partition(":")
+        file = Path(commands.__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+        (found,) = (one for one in ast.parse(file.read_text()).body if getattr(one, "name", "") == name)
+        assert isinstance(found, ast.FunctionDef)
+        names = [one.arg for one in found.args.args]
+        assert len(names) == len(call.keywords) + 1 and names[-1] == "on_progress", target

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from tools.bench.statistics import Cost, Estimate, estimate_median, interval_coverage, ratios, run_alternating
+from tools.bench.statistics import Cost, Estimate, estimate_median, in_turn, interval_coverage, ratios, run_alternating
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 30, 31])
@@ -53,6 +55,18 @@ def test_too_few_values_say_so():
 def test_bar(median, high, passes):
     """It passes when the median is within the bar and the upper end within the bar and the slack."""
     assert Estimate(median, 0.0, high, 0.95, 30).passes(1.01, 0.01) is passes
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+def test_each_side_follows_several(count):
+    """Each comes once a block, and of more than two none always follows the same other."""
+    blocks = [in_turn(range(count), block) for block in range(2 * count)]
+    assert all(sorted(block) == list(range(count)) for block in blocks)
+    order = [side for block in blocks for side in block]
+    before = {side: {one for one, after in pairwise(order) if after == side} - {side} for side in range(count)}
+    assert all(len(found) > 1 or count == 2 for found in before.values())
+    if count == 2:
+        assert blocks == [[0, 1], [1, 0], [0, 1], [1, 0]]
 
 
 def test_blocks_alternate():

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from megasdc.common.errors import NonFiniteError
+from megasdc.config.faults import COLLECTIVE
 from megasdc.config.hooks import BOUNDS
 from megasdc.data.manifest import DataManifest
 from megasdc.metrics.writer import read_metrics
@@ -24,13 +26,56 @@ from megasdc.train.main import train
 from tools.bench.bounds.gradient_sizes import GradientSizes
 from tools.bench.bounds.options import FALL, GRACE_STEPS, SHARES, BoundTrainOptions, Setting
 from tools.bench.bounds.training_scores import EPSILON, BoundRun, SettingScore, score
-from tools.bench.bounds.training_setup import HARMED_ELEMENTS, REPLICAS, run_config
 from tools.bench.bounds.training_verdict import percent, verdict
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
 from tools.bench.result import Report, Result, table
-from tools.bench.small.gpt import prepare_library
+from tools.bench.small.gpt import prepare_library, small_config
 from tools.bench.small.runs import build_run
+
+REPLICAS = 2
+HARMED_REPLICA = 1
+HARMED_ELEMENTS = 2
+
+
+def run_config(
+    options: BoundTrainOptions, data: Path, folder: Path, setting: Setting, seed: int, *, faulty: bool
+) -> dict[str, Any]:
+    """The configuration of one run; the seed is of weights and faults, which a faulty run has on one replica."""
+    raw = small_config(
+        options.gpt,
+        folder,
+        options.steps,
+        {
+            "optimizer_hooks": [] if setting.theta is None else [{"hook": setting.bound, "theta": setting.theta}],
+            "faults": fault_specs(options, seed) if faulty else [],
+        },
+        training={"seed": seed, "eval_interval": options.steps, "eval_samples": options.eval_samples},
+        learning_rate=options.learning_rate,
+        data=data,
+    )
+    return raw | ({"bf16": {"enabled": True}} if options.precision == "bf16" else {})
+
+
+def fault_specs(options: BoundTrainOptions, seed: int) -> list[dict[str, Any]]:
+    """Heavy-tailed faults on the gradient that one replica gives to the sum: factors of +-10 to +-10^12.
+
+    Both signs, because a wrong element that keeps its sign points downhill once it is bounded.
+    """
+    return [
+        {
+            "phase": COLLECTIVE,
+            "replica": HARMED_REPLICA,
+            "kind": "scale",
+            "factor": sign * 10.0**decade,
+            "elements": HARMED_ELEMENTS,
+            "probability": probability,
+            "seed": seed,
+        }
+        for decade, probability in options.fault_probabilities.items()
+        for sign in (1, -1)
+    ]
+
 
 RUNS = "runs"
 MEASURED_INTERVAL = 5

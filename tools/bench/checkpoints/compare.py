@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.lab.checkpoints.checkpoints import compare_checkpoints
 from megasdc.lab.checkpoints.views.open import open_view
 from tools.bench.checkpoints.options import TENSOR_MIB, CompareBenchOptions
+from tools.bench.clocks import time_block
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress
 from tools.bench.result import Comparison, ComparisonResult, Report, interval, table
@@ -166,10 +166,7 @@ def _compare(options: CompareBenchOptions, files: list[Path], program: str, on_p
 
 def _measure(run: Block) -> Cost:
     """Time a block; processor time with that of programs it ran."""
-    wall, before = time.perf_counter(), os.times()
-    run()
-    wall, after = time.perf_counter() - wall, os.times()
-    return Cost(wall, sum(after[:4]) - sum(before[:4]))
+    return time_block(run, lambda: sum(os.times()[:4]))
 
 
 def _peak_memory(options: CompareBenchOptions, folder: Path, large: Path, content: str, on_progress: Any) -> PeakMemory:

@@ -9,7 +9,6 @@ lost unless the fault destroyed it; and nothing may be left in memory.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -36,11 +35,11 @@ from tools.bench.checkpoints.recovery_checks import (
 )
 from tools.bench.checkpoints.recovery_holdings import Holdings, look
 from tools.bench.checkpoints.recovery_kinds import KINDS, SAVE_INTERVAL, STEPS, Drill, Resumed, Strike
-from tools.bench.checkpoints.recovery_start import Place, Start
-from tools.bench.health.hangs import prepare_texts
+from tools.bench.checkpoints.recovery_start import FOLLOW_S, Place, Start
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, scratch_folder
 from tools.bench.result import Report, Result
+from tools.bench.small.drill import prepare_texts, write_drill
 
 GIVE_UP_S = 120.0
 MORE_STARTS = 2
@@ -141,30 +140,19 @@ def _hosts_of(layout: Layout) -> int:
 
 
 def _config(place: Place, data: Path, layout: Layout, checkpoints: Path, memory: dict[str, Any]) -> None:
-    tensor, pipeline, replicas = layout
-    raw = {
-        "train_batch_size": 2 * replicas,
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "megasdc": {
-            "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
-            "data": {"path": str(data), "sequence_length": 32},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": GIVE_UP_S},
-            "training": {"steps": STEPS},
-            "checkpoint": {
-                "folder": str(checkpoints),
-                "interval": SAVE_INTERVAL,
-                "keep_last": 2,
-                "writing": "async",
-                "memory": {**memory, "linger_s": GIVE_UP_S} if memory["interval"] else {},
-            },
-            "logging": {"run_dir": str(place.run), "interval": 1, "progress_bar": False},
-            "health": {"enabled": True, "ping_interval": 0},
-            "delay": [{"kind": "normal", "mean_s": STEP_S / 2, "std_s": 0.0}],
+    sections: dict[str, Any] = {
+        "parallel": {"timeout_s": GIVE_UP_S},
+        "checkpoint": {
+            "folder": str(checkpoints),
+            "interval": SAVE_INTERVAL,
+            "keep_last": 2,
+            "writing": "async",
+            "memory": {**memory, "linger_s": GIVE_UP_S} if memory["interval"] else {},
         },
+        "health": {"enabled": True, "ping_interval": 0},
+        "delay": [{"kind": "normal", "mean_s": STEP_S / 2, "std_s": 0.0}],
     }
-    place.config.write_text(json.dumps(raw), encoding="utf-8")
+    write_drill(place.config, data, layout, STEPS, sections)
 
 
 def _run_without_fault(folder: Path, data: Path, layout: Layout) -> End:
@@ -172,7 +160,7 @@ def _run_without_fault(folder: Path, data: Path, layout: Layout) -> End:
     place = Place(folder, ranks, ranks)
     folder.mkdir()
     _config(place, data, layout, folder / "checkpoints", {"interval": 0})
-    codes = Start(place, [""]).wait(time.monotonic() + GIVE_UP_S)
+    codes = Start(place, [""]).wait(time.monotonic() + GIVE_UP_S, FOLLOW_S)
     if any(codes):
         raise RuntimeError(f"a run without a fault ended with exit codes {codes}; see {folder}")
     return read_end(place.run, folder / "checkpoints")
@@ -215,7 +203,7 @@ def _starts(run: recovery_faults.Run, pids: list[int]) -> Iterator[tuple[Resumed
         pids += [process.pid for process in start.processes]
         if number < num_faults:
             recovery_faults.strike(run, start, number)
-        codes = start.wait(time.monotonic() + GIVE_UP_S)
+        codes = start.wait(time.monotonic() + GIVE_UP_S, FOLLOW_S)
         resumed = None if expected is None else resumed_from(place, since, before)
         problems = [] if resumed is None or expected is None else check_start(resumed, expected)
         if number >= num_faults and any(codes):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from megasdc.checkpoint.manifest import SHARED_STATE_FILE, read_manifest
 from megasdc.common.errors import CheckpointError
 from megasdc.events import read_events
 from megasdc.metrics.writer import METRICS_FILE, read_metrics
-from tools.bench.checkpoints.recovery_holdings import Holdings, left_in_memory
+from tools.bench.checkpoints.recovery_holdings import Holdings, clear_memory, left_in_memory
 from tools.bench.checkpoints.recovery_kinds import Kind, Resumed
 from tools.bench.checkpoints.recovery_start import Place, agents, send, writers_of
 
@@ -147,5 +146,4 @@ def find_left(place: Place, pids: Sequence[int]) -> list[str]:
 def clear(place: Place) -> None:
     """Remove what faults have left: agents that hold memory, records of agents that were killed."""
     send(agents(place), signal.SIGKILL)
-    for path in left_in_memory(place.run):
-        shutil.rmtree(path, ignore_errors=True)
+    clear_memory(place.run)

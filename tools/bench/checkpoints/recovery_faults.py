@@ -16,6 +16,7 @@ from megasdc.checkpoint.files import list_steps, step_folder
 from tools.bench.checkpoints.recovery_holdings import look, lose_memory, slots
 from tools.bench.checkpoints.recovery_kinds import Strike
 from tools.bench.checkpoints.recovery_start import Place, Start, agent_of, send
+from tools.bench.small.drill import flip_bit
 
 DISK_BYTES = 24 << 20
 _START_S = 6.0
@@ -153,7 +154,7 @@ def _flip_held(run: Run, *, guests: bool, step: int) -> None:
     found = slots(run.place.run, run.hosts, run.strike.rank, guests=guests)
     held = max(found, key=lambda one: (one.record.step == step, one.record.step), default=None)
     if held is not None:
-        _flip(held.folder / run.chance.choice(held.record.files).name, run.chance)
+        flip_bit(held.folder / run.chance.choice(held.record.files).name, run.chance)
 
 
 def _flip_on_disk(run: Run, start: Start) -> None:
@@ -161,7 +162,7 @@ def _flip_on_disk(run: Run, start: Start) -> None:
     _end(run, start)
     if steps := list_steps(run.checkpoints):
         files = sorted((run.checkpoints / step_folder(steps[-1])).glob("*.pt"))
-        _flip(run.chance.choice(files), run.chance)
+        flip_bit(run.chance.choice(files), run.chance)
 
 
 def _flip_arena(run: Run, start: Start) -> None:
@@ -170,21 +171,9 @@ def _flip_arena(run: Run, start: Start) -> None:
     for path in Path(f"/proc/{number}/fd").iterdir():
         with suppress(OSError):
             if re.match(r"/memfd:.*\.pt", str(path.readlink())):
-                _flip(path, run.chance)
+                flip_bit(path, run.chance)
     run.pause()
     _kill_rank(run, start)
-
-
-def _flip(path: Path, chance: random.Random) -> None:
-    """Flip a bit of a file."""
-    with suppress(FileNotFoundError), open(path, "r+b", buffering=0) as file:
-        if not (size := file.seek(0, 2)):
-            return
-        place = chance.randrange(size)
-        file.seek(place)
-        byte = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte[0] ^ 1 << chance.randrange(8)]) if byte else b"")
 
 
 def _fill_disk(run: Run, start: Start) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from megasdc.checkpoint.host_memory import MemorySlot, find_held
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.durable import REPLACED_PREFIX
 from megasdc.common.host import own_prefix, shared_folder
+from megasdc.common.origin import read_identity
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Holdings:
 
 def run_id(run: Path) -> str:
     """Id of a run."""
-    return str(json.loads((run / "run.json").read_text(encoding="utf-8"))["run"])
+    identity = read_identity(run)
+    assert identity is not None, f"{run} was begun"
+    return identity.run
 
 
 def host_memory(run: Path, host: str) -> Path:
@@ -42,6 +44,12 @@ def host_memory(run: Path, host: str) -> Path:
 def left_in_memory(run: Path) -> list[Path]:
     """Folders of a run in shared memory, also those of its agents."""
     return sorted(shared_folder().glob(f"{own_prefix()}*{run_id(run)}*"))
+
+
+def clear_memory(run: Path) -> None:
+    """Remove what a run has left in shared memory, also of its agents."""
+    for path in left_in_memory(run):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def lose_memory(run: Path, host: str) -> None:

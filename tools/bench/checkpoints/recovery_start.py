@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,10 +11,8 @@ from pathlib import Path
 
 from megasdc.common.run_lock import start_ticks
 from megasdc.metrics.writer import METRICS_FILE, read_metrics
-from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
-from megasdc.parallel.processes import Process, start_module
+from tools.bench.small.drill import POLL_S, DrillRanks, last_step
 
-POLL_S = 0.01
 FOLLOW_S = 10.0
 """Seconds that ranks have to end after another one did, before they are ended as a launcher does."""
 _RANK, _WRITER, _AGENT = "tools.bench.checkpoints.recovery_rank", "checkpoint.writer_main", "megasdc.ops.health.agent"
@@ -60,11 +56,7 @@ class Place:
 
     def last_step(self) -> int:
         """Last step of which a metric was written; 0: there is none."""
-        try:
-            lines = (self.run / METRICS_FILE).read_bytes().splitlines(keepends=True)
-        except OSError:
-            return 0
-        return max((json.loads(line)["step"] for line in lines[-3:] if line.endswith(b"\n")), default=0)
+        return last_step(self.run)
 
     def last_step_since(self, since: float) -> int:
         """Last step that was done since a time, in seconds since the epoch; 0: there is none."""
@@ -72,7 +64,7 @@ class Place:
         return max((line["step"] for line in lines if line["time"] >= since), default=0)
 
 
-class Start:
+class Start(DrillRanks):
     """Ranks that train.
 
     Args:
@@ -80,19 +72,13 @@ class Start:
     """
 
     def __init__(self, place: Place, hosts: Sequence[str]) -> None:
-        self._place, self._meeting = place, LocalMeeting()
-        self.processes: list[Process] = []
-        for rank in range(place.ranks):
-            host = hosts[place.host_of(rank)]
-            environment = {
-                **local_rank_environment(rank, place.ranks, 1, self._meeting.environment),
-                "LOCAL_RANK": str(rank % place.per_host),
-                "GLOO_SOCKET_IFNAME": "lo",
-            }
-            arguments = [str(place.config), *([host] if host else [])]
-            with open(place.folder / f"rank_{rank}.log", "ab") as log:
-                streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
-                self.processes.append(start_module(_RANK, arguments, environment, *streams))
+        self._place = place
+        names = [hosts[place.host_of(rank)] for rank in range(place.ranks)]
+        arguments = [[str(place.config), *([host] if host else [])] for host in names]
+        super().__init__(_RANK, arguments, place.folder, self._environment)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {"LOCAL_RANK": str(rank % self._place.per_host), "GLOO_SOCKET_IFNAME": "lo"}
 
     def wait_for_step(self, step: int, until: float) -> bool:
         """Wait until a step was done; whether that was so before a rank has ended, or the time."""
@@ -101,26 +87,6 @@ class Start:
                 return False
             time.sleep(POLL_S)
         return True
-
-    def wait(self, until: float) -> list[int]:
-        """Wait until all have ended; those that wait for one that has failed are ended after a while.
-
-        Returns:
-            Exit codes by rank.
-        """
-        while (codes := [process.poll() for process in self.processes]).count(None):
-            if any(codes):
-                until = min(until, time.monotonic() + FOLLOW_S)
-            if time.monotonic() > until:
-                for process in self.processes:
-                    process.kill()
-            time.sleep(POLL_S)
-        return [process.wait() for process in self.processes]
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        """End ranks at once."""
-        for rank in ranks:
-            self.processes[rank].kill()
 
     def writers(self, rank: int) -> list[int]:
         """Processes that write for a rank; the one of its memory first."""

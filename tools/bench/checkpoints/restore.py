@@ -12,7 +12,6 @@ are each other's partners; a host is lost when its rank starts with another name
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -24,9 +23,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megasdc.common.errors import ConfigError
-from megasdc.common.host import own_prefix, shared_folder
 from megasdc.common.origin import IDENTITY_FILE
 from tools.bench.checkpoints.options import TEXT, VOCAB, RestoreOptions
+from tools.bench.checkpoints.recovery_holdings import clear_memory
 from tools.bench.checkpoints.restore_rank import (
     FIND,
     LOAD,
@@ -212,7 +211,7 @@ def _restarts(
     found = {place: Restarts(place, [], []) for place in places}
     trials = [(number, place) for number in range(options.restarts) for place in places]
     with _memory_removed(folder / "run"):
-        run_in_ranks(train_and_fail, {"config": first, "hosts": hosts}, options.ranks, folder, _ignore, fresh=True)
+        run_in_ranks(train_and_fail, {"config": first, "hosts": hosts}, options.ranks, folder, fresh=True)
         files = [path for path in sorted((folder / "run" / "checkpoints").rglob("*")) if path.is_file()]
         for done, (number, place) in enumerate(trials):
             on_progress("restarts", done, len(trials))
@@ -242,10 +241,9 @@ def _write(options: RestoreOptions, data: Path, folder: Path, name: str, checkpo
 
 def _start_again(arguments: dict[str, Any], ranks: int, folder: Path) -> tuple[int, dict[str, float]]:
     """Start the ranks again; returns the step from which they go on, and seconds by part of the slowest."""
-    told: list[Any] = []
     commanded_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    run_in_ranks(start_again, arguments, ranks, folder, lambda message: told.extend(message["ranks"]), fresh=True)
-    started_s, phases, parts, step = max(told, key=lambda one: one[0] + sum(one[1].values()))
+    (told,) = run_in_ranks(start_again, arguments, ranks, folder, fresh=True)
+    started_s, phases, parts, step = max(told["ranks"], key=lambda one: one[0] + sum(one[1].values()))
     return step, parts_of(max(0.0, started_s - commanded_s), phases, parts)  # the start is told in clock ticks
 
 
@@ -269,10 +267,4 @@ def _memory_removed(run: Path) -> Iterator[None]:
         yield
     finally:
         if (run / IDENTITY_FILE).exists():
-            name = json.loads((run / IDENTITY_FILE).read_text(encoding="utf-8"))["run"]
-            for left in shared_folder().glob(f"{own_prefix()}memory-{name}-*"):
-                shutil.rmtree(left, ignore_errors=True)
-
-
-def _ignore(_: dict[str, Any]) -> None:
-    """Nothing is told."""
+            clear_memory(run)

@@ -6,9 +6,7 @@ that asks; only then is there a partner. A rank fails by an error of its last ho
 
 from __future__ import annotations
 
-import ctypes
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,15 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.errors import ConfigError
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.parallel.collectives import gather_objects
 from tools.bench.clocks import Clock
 from tools.bench.rank import Messages, join_ranks
+from tools.bench.small.drill import name_host, train_with
 
-_NEW_NAMES = 0x04000000
-"""CLONE_NEWUTS of unshare(2)."""
 _STEP_S = 0.5
 """Length of steps from which writers have time for their snapshots."""
 SAVED_STEP = 20
@@ -58,14 +54,12 @@ def restore_in_blocks(messages: Messages, raw: dict[str, Any], folder: Path, res
     ranks = CheckpointGroup()
     save_checkpoint(run.engine, folder, run.step, SavedState({}, {"rng": capture_rng()}, {}), dims, ranks)
     clock = Clock()
-    check = resume.check_file
-    resume.check_file = lambda *args, **options: clock.timed(VERIFY, lambda: check(*args, **options))  # type: ignore
+    resume.check_file = clock.wrap(VERIFY, resume.check_file)  # type: ignore[attr-defined]
     for _ in range(restores):
         messages.send_and_wait(ready=True)
         chosen = clock.timed(FIND, resume.find_checkpoint, folder, dims, ranks)
         clock.timed(LOAD, load.load_checkpoint, run.engine, chosen, dims, ranks)
-        messages.send(parts=dict(clock.parts))
-        clock.parts.clear()
+        messages.send(parts=clock.pop_parts())
     for hook in run.hooks:
         hook.close()
 
@@ -115,7 +109,7 @@ def start_again(messages: Messages, config: Path, hosts: Sequence[str]) -> None:
 
     clock = Clock()
     for name, part in RESUME_PARTS.items():
-        setattr(resume, name, _timed(clock, part, getattr(resume, name)))
+        setattr(resume, name, clock.wrap(part, getattr(resume, name)))
 
     def ending(_: Sequence[Hook], parts: Any) -> Hook:
         def tell(run: Run) -> None:
@@ -129,38 +123,14 @@ def start_again(messages: Messages, config: Path, hosts: Sequence[str]) -> None:
     _pretrain(config, hosts, ending)
 
 
-def _timed(clock: Clock, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: clock.timed(part, lambda: call(*args, **options))
-
-
 def _pretrain(config: Path, hosts: Sequence[str], ending: Callable[[Sequence[Hook], Any], Hook]) -> None:
     """Train as the entry script does, with one more hook, whose ``EnoughError`` is no failure."""
     name_host(hosts[int(os.environ["RANK"])])
-    from megasdc import features
-    from megasdc.pretrain import pretrain
-    from megasdc.train.build import Features
 
-    hooks_of = features.FEATURES.build_hooks
+    def with_ending(build: Callable[[Any], list[Hook]], start: Any) -> list[Hook]:
+        hooks = build(start)
+        return [*hooks, ending(hooks, start)]
 
-    def with_ending(parts: Any) -> list[Hook]:
-        hooks = hooks_of(parts)
-        return [*hooks, ending(hooks, parts)]
-
-    features.FEATURES = Features(with_ending, features.FEATURES.share_launch)
-    code, error = pretrain(str(config), [])
+    code, error = train_with(config, with_ending)
     if not isinstance(error, EnoughError):
         sys.exit(code or 1)
-
-
-def name_host(name: str) -> None:
-    """Give this process a host name of its own; an empty one: keep that of the machine.
-
-    Raises:
-        ConfigError: this user cannot.
-    """
-    if not name:
-        return
-    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NAMES):
-        raise ConfigError(f"this user cannot give processes host names of their own: {os.strerror(ctypes.get_errno())}")
-    socket.sethostname(name)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the name has no address

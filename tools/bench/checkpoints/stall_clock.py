@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from megasdc.checkpoint import async_save, in_memory
 from megasdc.checkpoint.async_save import Snapshot
 from megasdc.checkpoint.writer_process import StoreTask, TaskResult, WriterProcess
+from tools.bench.clocks import Clock
 
 WAIT, CAPTURE, ALLOCATE = "wait", "capture", "allocate"
 """Parts of a saver's calls: until the copy is whole, pickling, and memory for the snapshot."""
@@ -26,18 +26,18 @@ class Moved:
     seconds: float
 
 
-class SaveClock:
+class SaveClock(Clock):
     """Times the savers' calls in this process, by saver and part; what it replaces stays replaced.
 
     Attributes:
-        parts: seconds since ``take``; of a saver by its name, and of a part as ``saver/part``.
+        parts: seconds since ``pop_parts``; of a saver by its name, and of a part as ``saver/part``.
         copies: into snapshots so far, beside training.
         stores: by writers so far.
         open: tasks of writers that have no answer yet.
     """
 
     def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
+        super().__init__()
         self.copies: list[Moved] = []
         self.stores: list[Moved] = []
         self.open = 0
@@ -45,43 +45,24 @@ class SaveClock:
         self._began: dict[int, tuple[str, float]] = {}
         self._sent: dict[int, list[tuple[str, float, int]]] = {}
 
-    def timed(self, saver: str, call: Callable[..., Any], *args: Any) -> Any:
-        """A call of a saver."""
-        self._saver, began = saver, time.perf_counter()
+    def timed(self, part: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """A call of a saver, or within one of it a part of that."""
+        if self._saver:
+            return super().timed(f"{self._saver}/{part}", call, *args, **options)
+        self._saver = part
         try:
-            return call(*args)
+            return super().timed(part, call, *args, **options)
         finally:
-            self._add(saver, began)
             self._saver = ""
-
-    def take(self) -> dict[str, float]:
-        """Seconds by part since the last call."""
-        found = dict(self.parts)
-        self.parts.clear()
-        return found
 
     def attach(self) -> None:
         """Time all snapshots and writers of this process from now on."""
         for module in (async_save, in_memory):
-            module.capture_engine = self._part(CAPTURE, module.capture_engine)  # type: ignore[attr-defined]
-        Snapshot.prepare = self._part(ALLOCATE, Snapshot.prepare)  # type: ignore[method-assign, assignment]
-        Snapshot.wait = self._part(WAIT, Snapshot.wait)  # type: ignore[method-assign, assignment]
+            module.capture_engine = self.wrap(CAPTURE, module.capture_engine)  # type: ignore[attr-defined]
+        Snapshot.prepare = self.wrap(ALLOCATE, Snapshot.prepare)  # type: ignore[method-assign, assignment]
+        Snapshot.wait = self.wrap(WAIT, Snapshot.wait)  # type: ignore[method-assign, assignment]
         self._watch_copies()
         self._watch_writers()
-
-    def _add(self, name: str, began: float) -> None:
-        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - began
-
-    def _part(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)
-        def timed(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return call(*args, **options)
-            finally:
-                self._add(f"{self._saver}/{part}", began)
-
-        return timed
 
     def _watch_copies(self) -> None:
         take, copy = Snapshot.start_copy, Snapshot._copy

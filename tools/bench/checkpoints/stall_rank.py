@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc import features
 from megasdc.config.load import RunConfig
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.parallel.collectives import Field, gather_objects
-from megasdc.train.build import Features, Start
+from megasdc.train.build import Start
 from megasdc.train.checkpointer import MemoryCheckpoints, Saver, WaitForSnapshots
 from tools.bench.checkpoints.stall_clock import Moved, SaveClock
 from tools.bench.rank import Messages
+from tools.bench.small.drill import train_with
 
 SYNC, ASYNC, MEMORY = "sync", "async", "memory"
 """Savers, and what is due at the end of a step."""
@@ -168,8 +168,8 @@ class Rounds(Hook):
         now = time.perf_counter()
         due = (self._due or "") if self._ended_at is not None else MEMORY
         if self._ended_at is not None:
-            self._steps.append(StallStep(self._kind(due), due, now - self._ended_at, self._clock.take()))
-        self._clock.take()
+            self._steps.append(StallStep(self._kind(due), due, now - self._ended_at, self._clock.pop_parts()))
+        self._clock.pop_parts()
         self._before, self._was_busy = due, bool(self._busy.value) or self._beside.under_way is not None
         self._round += due == SYNC
         self._messages.progress(self._name, self._done, len(self._program))
@@ -196,16 +196,14 @@ class Rounds(Hook):
 
 def measure_rank(messages: Messages, name: str, config: Path, rounds: int, quiet: int, snapshots: int) -> None:
     """Train, and send step by step how far it is, in the end what was measured."""
-    from megasdc.pretrain import pretrain
-
-    hooks_of, clock = features.FEATURES.build_hooks, SaveClock()
+    clock = SaveClock()
     clock.attach()
     program = [*[""] * quiet, *_round(quiet, snapshots) * rounds]
 
-    def with_rounds(parts: Start) -> list[Hook]:
+    def with_rounds(build: Callable[[Start], list[Hook]], parts: Start) -> list[Hook]:
         savers: dict[str, Asked] = {}
         found: list[Hook] = []
-        for hook in hooks_of(parts):
+        for hook in build(parts):
             if isinstance(hook, Saver):
                 beside = hook
                 waiting = Saver(_waiting(parts.config), parts.run, None, hook.state, hook.before_save, None, None)
@@ -218,8 +216,7 @@ def measure_rank(messages: Messages, name: str, config: Path, rounds: int, quiet
                 found.append(hook)
         return [*found, Rounds(messages, name, clock, savers, beside, program)]
 
-    features.FEATURES = Features(with_rounds, features.FEATURES.share_launch)
-    code, _ = pretrain(str(config), [])
+    code, _ = train_with(config, with_rounds)
     if code:
         sys.exit(code)
 

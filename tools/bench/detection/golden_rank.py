@@ -64,8 +64,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "column": {"kind": "scale", "factor": -1.0, "pattern": "column"},
 }
 """Kinds of faults by name, each a part of a spec."""
-MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 32}
-LLAMA_GROUPED = {**LLAMA, "num_query_groups": 2}
+VOCABULARY = 250
+MODEL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "max_positions": 32}
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,25 @@ class Trial:
         return bool(self.named or self.suspects)
 
 
-def campaign_config(request: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of one layout and type."""
+def campaign_config(
+    request: dict[str, Any], layers: int = 4, micro_batches: int = 1, **sections: Any
+) -> dict[str, Any]:
+    """The configuration of one layout and type; ``sections``: more of megasdc, those of the model beside its own."""
     tensor, pipeline, _ = request["layout"]
+    style = {} if request["style"] == "gpt" else {**LLAMA, "num_query_groups": 2}
+    model = {**MODEL, "num_layers": layers, **style, "fuse": request["fuse"], **sections.pop("model", {})}
     raw: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "megasdc": {
-            "model": {**MODEL, **({} if request["style"] == "gpt" else LLAMA_GROUPED), "fuse": request["fuse"]},
-            "data": {"path": "unused", "sequence_length": 32},
-            "parallel": {"tensor": tensor, "pipeline": pipeline},
+            "model": model,
+            "data": {"path": "unused", "sequence_length": MODEL["max_positions"]},
+            "parallel": {"tensor": tensor, "pipeline": pipeline, "threads": 1},
             "training": {"steps": 2},
-            "golden": {"vocab_size": 250},
+            "golden": {"vocab_size": VOCABULARY},
             "logging": {"run_dir": request["folder"]},
+            **sections,
         },
     }
     if request["precision"] == "bf16":

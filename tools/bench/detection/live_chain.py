@@ -34,11 +34,11 @@ from megasdc.events import read_events
 from megasdc.train.detection.findings import EVENT_KIND
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.checkpoints.recovery_checks import read_end, why_different
-from tools.bench.health.hangs import prepare_texts
 from tools.bench.isolation.config import write_config
-from tools.bench.isolation.rank import run_launches
-from tools.bench.rank import Progress, run_in_ranks, scratch_folder
+from tools.bench.rank import Progress, scratch_folder
 from tools.bench.result import Report
+from tools.bench.small.drill import prepare_texts
+from tools.bench.small.launches import AT_A_TIME, launch
 
 CLEAN = "clean"
 ALWAYS_COMPARED = "Compared bit by bit in every step"
@@ -47,8 +47,6 @@ STEPS, FIRST_STEPS = 8, (2, 3, 4, 5)
 """Steps of a run, and those in which a fault comes first."""
 TWO = 0.25
 """Share of drills with two faults in one step."""
-AT_A_TIME = 8
-"""Launches in the same processes, which do not free what an ended one has left."""
 TIMEOUT_S = 30.0
 ZERO_FP32, BF16, ZERO_BF16 = "fp32", "bf16", "bf16, summed in bf16"
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -434,7 +432,6 @@ class _Runs:
     def __init__(self, folder: Path, layout: Layout, precision: str, plan: ChainPlan) -> None:
         self._folder, self._layout, self._precision, self._plan = folder, layout, precision, plan
         self._data = prepare_texts(folder)
-        self._launches = 0
 
     def drills(self, numbers: Sequence[int]) -> Iterator[ChainDrill]:
         """The outcomes of the drills of some numbers, after one that the others are compared with."""
@@ -495,21 +492,8 @@ class _Runs:
         return drills
 
     def _launch(self, launches: Sequence[tuple[Path, list[str]]]) -> list[tuple[int, ...]]:
-        """Exit codes of the ranks of each launch, empty where they did not come back; many in the same processes."""
-        ranks, codes = math.prod(self._layout), list[tuple[int, ...]]()
-        while len(codes) < len(launches):
-            self._launches += 1
-            folder = self._folder / f"ends_{self._launches}"
-            folder.mkdir()
-            told = [(str(run), settings, ranks) for run, settings in launches[len(codes) :]]
-            arguments = {"launches": told, "folder": str(folder)}
-            try:
-                run_in_ranks(
-                    run_launches, arguments, ranks, folder, lambda message: codes.append(tuple(message["codes"]))
-                )
-            except MegasdcError:
-                codes.append(())
-        return codes
+        ranks = math.prod(self._layout)
+        return launch([(run, settings, ranks) for run, settings in launches], ranks, self._folder, may_fail=True)
 
     def _config(self, name: str, faults: Sequence[Spec], steps: int = STEPS) -> Path:
         more = {

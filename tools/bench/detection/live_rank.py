@@ -12,12 +12,13 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.common.addresses import WEIGHT_GRAD, Address
 from megasdc.config.faults import TOKENS
-from megasdc.config.load import parse_config
+from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.sections import TraceSection
 from megasdc.data.loader import MicroBatchLoader, StepBatches
 from megasdc.data.position import Position
@@ -28,6 +29,7 @@ from megasdc.events import Event, EventLog
 from megasdc.faults.drill import build_injector
 from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.stored import StateFaults
+from megasdc.model.randomness import mix
 from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
@@ -43,7 +45,7 @@ from megasdc.train.detection.observe import ObserverSwitch, Watch, watch_for_fau
 from megasdc.train.detection.step_checker import build_detection, watches_of
 from megasdc.train.main import train
 from megasdc.train.signals import StopSignals
-from tools.bench.detection.golden_rank import KINDS, record_golden
+from tools.bench.detection.golden_rank import KINDS, MODEL, VOCABULARY, campaign_config, record_golden
 from tools.bench.detection.live_cases import (
     AUDITED,
     CHECKED,
@@ -58,9 +60,77 @@ from tools.bench.detection.live_cases import (
     deal_rows,
     weights_of_rows,
 )
-from tools.bench.detection.live_setup import MICRO_BATCHES, VOCABULARY, RandomTokens, detecting, live_config
 from tools.bench.detection.live_trial import LiveTrial, Named
 from tools.bench.rank import Messages, join_ranks
+
+LENGTH, MICRO_BATCHES = MODEL["max_positions"], 2
+WARN = dict.fromkeys(("persistent", "intermittent", "not_reproduced", "inconclusive"), "warn")
+"""Policy with which every trial ends, whatever is found."""
+AUDIT = {"enabled": True, "interval": 1, "granularity": "gemm"}
+ALWAYS_ON = {"enabled": True, "coverage": "all", "granularity": "gemm"}
+ROWS_ONLY = {"enabled": True, "coverage": "one", "recompute": False, "parameters": False, "finite": False, "rows": True}
+WHOLE_SHARDS = 1_000_000
+"""Elements of a slice, so many that the two groups of the optimizer take turns."""
+
+
+def live_config(request: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of one layout and type, without what detects."""
+    dropout = dict.fromkeys(("hidden_dropout", "attention_dropout"), request["dropout"])
+    sections = {
+        "training": {"steps": 1000},
+        "determinism": {"enabled": True},
+        "trace": {"granularity": "gemm"},
+        "golden": {"vocab_size": VOCABULARY, "steps": 1, "micro_batches": MICRO_BATCHES},
+    }
+    raw = campaign_config(request, 2, MICRO_BATCHES, model=dropout, **sections)
+    if request["recompute"]:
+        raw["pipeline"] = {"activation_checkpoint_interval": 1}
+    return raw
+
+
+class RandomTokens:
+    """A stream of seeded random tokens, another sample at each position."""
+
+    path = "seeded random tokens"
+    vocab_size = VOCABULARY
+
+    def __init__(self, seed: int, num_samples: int) -> None:
+        self.identity = f"random {seed}"
+        self._seed = seed
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def extend(self, num_samples: int) -> None:
+        """Make the stream at least so long."""
+        self._num_samples = max(self._num_samples, num_samples)
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens [s], labels [s], loss mask [s]."""
+        generator = torch.Generator().manual_seed(mix(self._seed, position))
+        tokens = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=generator)
+        return tokens[:-1], tokens[1:], torch.ones(LENGTH)
+
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same, drawn anew."""
+        return self[position]
+
+
+def detecting(raw: dict[str, Any], mode: str, golden: Path) -> RunConfig:
+    """The configuration of ``live_config`` with the checks of a mode of ``tools.bench.detection.live_cases``."""
+    sdc: dict[str, Any] = {"policy": WARN}
+    if mode in (CHECKED, EVERYTHING):
+        sdc["always_on"] = ALWAYS_ON
+    if mode == GOLDEN:
+        sdc["golden"] = str(golden)
+    if mode == EVERYTHING:
+        sdc["always_on"] = {**ALWAYS_ON, "slice_elements": WHOLE_SHARDS}
+    if mode == SUMMED:
+        sdc["always_on"] = ROWS_ONLY
+    audit = {**AUDIT, "permuted": mode in (PERMUTED, EVERYTHING)}
+    sections = {**raw["megasdc"], "sdc": sdc} | ({} if mode in (CHECKED, SUMMED) else {"audit": audit})
+    return parse_config({**raw, "megasdc": sections})
 
 
 class KeptEvents(EventLog):

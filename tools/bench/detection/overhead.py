@@ -233,8 +233,9 @@ def _measure(
 ) -> ModelCost:
     with scratch_folder() as folder:
         arguments = {"options": sizes, "folder": folder, "kept": options.kept}
-        more = {"on_progress": on_progress, "threads": sizes.threads, "fresh": True}
-        found = run_in_ranks(measure_rank, arguments, sizes.ranks, folder, **more)
+        found = run_in_ranks(
+            measure_rank, arguments, sizes.ranks, folder, on_progress=on_progress, threads=sizes.threads, fresh=True
+        )
     rates = median_rates([one["rates"] for one in found if "rates" in one])
     kept = found[-1]["kept"]
     kept = Kept(**kept, period=kept["cadence"].period(sizes.accumulation))

@@ -21,23 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.common.addresses import Address
-from megasdc.config.checks import check_layout
 from megasdc.config.detection import AuditSection, SdcSection
 from megasdc.config.load import RunConfig
 from megasdc.config.sections import DeterminismSection
-from megasdc.data.loader import MemoryStream, MicroBatchLoader, StepBatches
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
-from megasdc.engine.hooks import Hook, Run, RunProgress
-from megasdc.events import EventLog
+from megasdc.engine.hooks import Hook
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import StepAgreement, gather_objects
-from megasdc.train.build_engine import build_training_engine
 from megasdc.train.detection.budget import measure_rates, measure_speed, plan_checks
 from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.detection.step_checker import StepChecker, build_detection, build_search, watches_of
-from megasdc.train.process import StartClock
 from megasdc.train.signals import StopSignals
 from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver, wait_for_device
 from tools.bench.detection.overhead_model import (
@@ -54,7 +49,7 @@ from tools.bench.detection.overhead_model import (
     TOKENS,
 )
 from tools.bench.rank import Messages, join_ranks, take_turns
-from tools.bench.training.loops import DISTINCT_STEPS
+from tools.bench.small.runs import memory_run
 from tools.bench.training.options import TrainBenchOptions, run_config
 
 SLICE = 16384
@@ -150,23 +145,13 @@ class OverheadRank:
         recomputing = {**plain.deepspeed, "pipeline": {"activation_checkpoint_interval": 1}}
         self._config = replace(plain, deepspeed=recomputing)
         sections = self._config.megasdc
-        layout = check_layout(self._config, options.ranks)
         set_deterministic(DeterminismSection.model_validate({"enabled": True}))  # replicas are to agree bit for bit
         self.dims = join_ranks(threads=options.threads, timeout_s=sections.parallel.timeout_s)
-        self.engine = build_training_engine(
-            self._config, layout, self.dims, options.vocab, StartClock(time.monotonic())
-        )
-        self._submodules = list_submodules(self.engine.module)
         steps = (options.blocks + 1) * (len(STEPS) + 1) + kept  # one kind takes two
-        stream = MemoryStream(
-            options.vocab, options.sequence, DISTINCT_STEPS * layout.train_batch_size, steps * layout.train_batch_size
-        )
-        loader = MicroBatchLoader(stream, options.micro_batch, self.dims.dp_rank, self.dims.data)
-        self._batches = StepBatches(loader, loader)
+        self._run, self._batches = memory_run(self._config, self.dims, options.vocab, steps, folder)
+        self.engine = self._run.engine
+        self._submodules = list_submodules(self.engine.module)
         self._signals = StopSignals()
-        events = EventLog(folder, self.dims.rank)
-        group = dist.new_group(backend="gloo") if self.engine.device.type == "cuda" else dist.group.WORLD
-        self._run = Run(folder, self.dims, self.engine, loader, self._batches, events, group, RunProgress(steps))
         alone = [name for name in SECTIONS if name not in (CHAIN, KEPT)]
         self._detections = {name: self._build(self._changed(name)) for name in alone}
 

@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megasdc.common.addresses import FORWARD, Address
-from megasdc.config.checks import check_layout
 from megasdc.config.sections import TraceSection
-from megasdc.data.loader import MemoryStream
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.kinds import GRANULARITIES
 from megasdc.model.sizes import padded_vocab_size
@@ -21,23 +16,19 @@ from megasdc.model.submodules import list_submodules
 from megasdc.sdc.cost import Accelerator, RankWork, predicted_share, reads_of_step, total
 from megasdc.sdc.trace import TraceWriter
 from megasdc.sdc.tracer import Tracer, choose_submodules
-from megasdc.tensors.checksum import default_algorithm, read_back
-from megasdc.train.build_engine import build_training_engine
-from megasdc.train.process import StartClock
+from megasdc.tensors.checksum import default_algorithm
+from megasdc.train.detection.budget import measure_rates
 from tools.bench.clocks import TimedObserver
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, by_kind, join_ranks, run_in_ranks, scratch_folder, take_turns
 from tools.bench.result import Report, Result, interval, table
+from tools.bench.small.runs import memory_run
 from tools.bench.statistics import Estimate, estimate_median
-from tools.bench.training.loops import DISTINCT_STEPS, endless_batches
 from tools.bench.training.options import TrainBenchOptions, run_config
 
 OFF = "off"
 """Name of a step without a trace."""
 HIDDEN_SIZES = (4096, 8192, 12288)
-RATE_BYTES = 512 << 20
-"""Larger than the caches of a processor: what a trace reads was not read just before."""
-CALLS = 2000
 
 
 @dataclass(frozen=True)
@@ -112,13 +103,14 @@ def bench_trace(options: TrainBenchOptions, accelerator: Accelerator, on_progres
     machine = describe_machine()
     with scratch_folder() as folder:
         arguments = {"options": options, "folder": folder}
-        more = {"on_progress": on_progress, "threads": options.threads, "fresh": True}
-        found = run_in_ranks(measure_rank, arguments, 1, folder, **more)
+        found = run_in_ranks(
+            measure_rank, arguments, 1, folder, on_progress=on_progress, threads=options.threads, fresh=True
+        )
         model = run_config(options, folder).megasdc.model
     vocab = padded_vocab_size(options.vocab, model.vocab_multiple)
     width = 4 if options.precision == "fp32" else 2
     work = RankWork(model, vocab, options.sequence, options.micro_batch, options.accumulation, width_bytes=width)
-    steps, rates = by_kind(found), found[-1]
+    steps, rates = by_kind(found), found[-1]["rates"]
     untraced = [one["wall_s"] for one in steps[OFF]]
     step_s = estimate_median(untraced)
     flop_per_s = work.flops / step_s.median
@@ -130,7 +122,7 @@ def bench_trace(options: TrainBenchOptions, accelerator: Accelerator, on_progres
             own=estimate_median([one["own_s"] / (one["wall_s"] - one["own_s"]) for one in steps[name]]),
             slower=estimate_median([one["wall_s"] / off - 1 for one, off in zip(steps[name], untraced, strict=True)]),
             predicted=predicted_share(
-                work, name, flop_per_s=flop_per_s, bytes_per_s=rates["bytes_per_s"], call_s=rates["call_s"]
+                work, name, flop_per_s=flop_per_s, bytes_per_s=rates.checksum_bytes_per_s, call_s=rates.checksum_s
             ),
         )
     return TraceBenchResult(
@@ -138,8 +130,8 @@ def bench_trace(options: TrainBenchOptions, accelerator: Accelerator, on_progres
         options,
         step_s,
         flop_per_s,
-        rates["bytes_per_s"],
-        rates["call_s"],
+        rates.checksum_bytes_per_s,
+        rates.checksum_s,
         costs,
         accelerator,
         extrapolate(accelerator),
@@ -166,19 +158,15 @@ def extrapolate(accelerator: Accelerator) -> dict[str, dict[int, float]]:
 def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path) -> None:
     """Take steps without a trace and with each granularity in turn, and report what each took."""
     config = run_config(options, folder)
-    layout = check_layout(config, 1)
     dims = join_ranks(threads=options.threads, timeout_s=config.megasdc.parallel.timeout_s)
-    engine = build_training_engine(config, layout, dims, options.vocab, StartClock(time.monotonic()))
-    samples = options.total_steps * layout.train_batch_size
-    distinct = min(DISTINCT_STEPS, options.total_steps) * layout.train_batch_size
-    stream = MemoryStream(options.vocab, options.sequence, distinct, samples)
-    batches = endless_batches(stream, options, dims)
+    kinds = [OFF, *GRANULARITIES]
+    run, batches = memory_run(config, dims, options.vocab, (options.blocks + 1) * len(kinds), folder)
 
     def step(name: str) -> dict[str, float]:
-        return _step(engine, batches, name, folder)
+        return _step(run.engine, batches, name, folder)
 
-    take_turns(messages, "blocks", [OFF, *GRANULARITIES], options.blocks, step)
-    messages.send(**_rates(engine.device))
+    take_turns(messages, "blocks", kinds, options.blocks, step)
+    messages.send(rates=measure_rates(run.engine))
 
 
 def _step(engine: TrainingEngine, batches: Iterator[Any], name: str, folder: Path) -> dict[str, float]:
@@ -200,22 +188,3 @@ def _step(engine: TrainingEngine, batches: Iterator[Any], name: str, folder: Pat
     observer.close()
     writer.close()
     return {"wall_s": ended - began, "own_s": observer.own_s + ended - taken, "checksums": len(trace)}
-
-
-def _rates(device: torch.device) -> dict[str, float]:
-    """Bytes a second of a large checksum, and seconds of recording one that reads next to nothing."""
-    checksums = default_algorithm(device)
-    tracer = Tracer(checksums, TraceSection())
-    large = torch.randn(RATE_BYTES // 4, device=device)
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        read_back([checksums.start(large)])
-        times.append(time.perf_counter() - began)
-    small = torch.zeros(1, device=device)
-    began = time.perf_counter()
-    for _ in range(CALLS):
-        tracer(Address(1, 0, FORWARD, "loss", "output"), small)
-    tracer.take()
-    call_s = (time.perf_counter() - began) / CALLS
-    return {"bytes_per_s": RATE_BYTES / sorted(times)[len(times) // 2], "call_s": call_s}

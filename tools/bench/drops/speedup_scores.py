@@ -6,7 +6,6 @@ them included.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.config.faults import DelaySpec
-from megasdc.dropcompute.gate import DECISIONS_FILE, STEP_TIMES_FOLDER, read_decisions
+from megasdc.dropcompute.gate import DECISIONS_FILE, read_decisions
 from megasdc.dropcompute.threshold import Curve, DropRule, search_recorded, search_threshold
 from megasdc.dropcompute.tuning import TOLERANCE, RecordedSteps
 from megasdc.events import read_events
 from megasdc.faults.delay import draw_delays
+from megasdc.lab.report.step_times import load_step_times
 from tools.bench.drops.options import Segment
 
 RESAMPLED = 20
@@ -104,17 +104,8 @@ def _progress(
 
 def recorded_steps(run_dir: Path, segment: Segment) -> RecordedSteps:
     """Times of the first stage of each replica, in steps of a run in which nothing was dropped."""
-    files = [path.read_text(encoding="utf-8").splitlines() for path in (run_dir / STEP_TIMES_FOLDER).iterdir()]
-    replicas: dict[int, list[dict[str, Any]]] = {}
-    for layout, *lines in ([json.loads(line) for line in lines] for lines in files):
-        if layout["pp_rank"] == 0:
-            replicas[layout["dp_rank"]] = [line for line in lines if line["step"] in segment.steps]
-    table = [replicas[replica] for replica in sorted(replicas)]
-
-    def column(name: str) -> NDArray[np.float64]:
-        return np.array([[line[name] for line in lines] for lines in table])
-
-    return RecordedSteps(column("start_s"), column("end_s"), column("compute_s"), column("step_s"))
+    found = load_step_times(run_dir, segment.start + 1, segment.stop)
+    return RecordedSteps(found.start_s[:, 0], found.end_s[:, 0], found.compute_s[:, 0], found.step_s[:, 0])
 
 
 def resampled_curve(steps: RecordedSteps) -> Curve:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,15 +33,26 @@ from tools.bench.guard.cases import (
     VERIFY,
     VOTED,
     Case,
+    Sizes,
     draw_case,
     draw_cases,
 )
 from tools.bench.guard.options import GuardOptions
-from tools.bench.guard.rank import run_cases
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.rank import TIMEOUT_S, Messages, Progress, ignore_progress, run_in_ranks, scratch_folder
 from tools.bench.result import Report, Result
-from tools.trainings.engines import TRANSIENT
+from tools.trainings.broken_unit import BrokenUnit
+from tools.trainings.engines import (
+    PIPELINE,
+    TRAINER,
+    TRANSIENT,
+    Planted,
+    deepspeed_config,
+    llama_engine,
+    llama_trainer,
+    pipeline_engine,
+    train,
+)
 
 BASES = {PERSISTENT: {MAJORITY, REFEREE, OWN_CODE}, OF_TWO: {REFEREE, OWN_CODE}, UNIT: {ELSEWHERE}}
 """Of verdicts that are persistent, by kind of fault."""
@@ -171,3 +183,78 @@ def _guarded(case: Case, folder: Path, codes: Sequence[int], audits: int) -> Gua
         if not bases <= ({GOLDEN} if case.golden else BASES.get(case.kind, bases)):
             problems.append(f"bases were {', '.join(sorted(bases))}")
     return Guarded(case, audits, verdicts, tuple(problems))
+
+
+# --- in the ranks -----------------------------------------------------------------------------------------------------
+
+
+WRONG = 64.0
+"""Factor of what a unit computes: an error as small as rounding is taken for a property of a kernel."""
+
+
+def run_cases(messages: Messages, cases: list[tuple[Case, str]]) -> None:
+    """Train once for each case, with a guard that writes to its folder.
+
+    Rank 0 sends the exit codes by rank and the number of audits.
+    """
+    import deepspeed
+
+    from megasdc.parallel.collectives import gather_objects
+    from megasdc.parallel.groups import init_process_group
+
+    init_process_group(TIMEOUT_S)  # the ranks meet in a folder, which only this looks for
+    deepspeed.init_distributed(dist_backend="gloo")
+    for case, folder in cases:
+        code, audits = _train(case, folder)
+        messages.send(codes=gather_objects(code), audits=audits)
+
+
+def _train(case: Case, folder: str) -> tuple[int, int]:
+    """Exit code and number of audits of a training."""
+    import torch.distributed as dist
+
+    import megasdc
+
+    here = case.planted if dist.get_rank() in case.wrong else None
+    planted, unit = (here, nullcontext()) if case.sizes is None else (None, _unit(case.sizes, here))
+    config = deepspeed_config(case.zero, case.precision)
+    audit = {"interval": INTERVAL, "permuted": case.permuted, "enabled": not case.golden}
+    settings: dict[str, Any] = {"logging": {"run_dir": folder}, "audit": audit}
+    if case.golden:
+        path = Path(folder).parent / f"{case.name}_{case.precision}.golden"
+        settings["golden"] = {"path": str(path), "record": case.golden == RECORD, "interval": INTERVAL}
+    if case.training == TRAINER:
+        trainer = llama_trainer(config, planted, f"{folder}_trainer", case.steps)
+        attached = megasdc.attach(trainer, settings)
+        with unit:
+            code = _code(trainer.train)
+        attached.close()
+        trainer.deepspeed.destroy()
+        return code, attached.guard.audits
+    if case.training == PIPELINE:
+        engine = pipeline_engine(config, case.stages, planted)
+    else:
+        engine = llama_engine(config, planted)
+    guard = megasdc.attach(engine, settings)
+    with unit:
+        code = _code(partial(train, engine, case.steps, guard.dims.dp_rank))
+    guard.close()
+    engine.destroy()
+    return code, guard.audits
+
+
+def _unit(sizes: Sizes, planted: Planted | None) -> AbstractContextManager[object]:
+    """A unit that is wrong at a drawn place, on the rank where it is planted."""
+    if planted is None:
+        return nullcontext()
+    chance = random.Random(planted.seed)
+    return BrokenUnit(sizes, (chance.randrange(1 << 10), chance.randrange(1 << 10)), WRONG)
+
+
+def _code(training: Callable[[], Any]) -> int:
+    """Exit code of a process that ends so."""
+    try:
+        training()
+    except SystemExit as error:
+        return int(str(error.code))
+    return 0

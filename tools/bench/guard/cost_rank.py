@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ SOMETIMES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 
 
 def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) -> None:
-    """Train on and on; rank 0 sends shares of calls, costs of blocks with and without traces, seconds of what is due."""
+    """Train on and on; send shares of calls, costs of blocks with and without traces, and seconds of what is due."""
     import deepspeed
     import torch.distributed as dist
 
@@ -113,13 +112,9 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
 def _timed(calls: Sequence[tuple[type, str]]) -> Iterator[Clock]:
     """Add up the time of methods of classes."""
     clock, before = Clock(), [(kind, name, getattr(kind, name)) for kind, name in calls]
-
-    def timing(method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: clock.timed("all", partial(method, *args, **options))
-
     try:
         for kind, name, method in before:
-            setattr(kind, name, timing(method))
+            setattr(kind, name, clock.wrap("all", method))
         yield clock
     finally:
         for kind, name, method in before:

@@ -44,14 +44,14 @@ class OutermostClock(Clock):
         self._is_inside = False
         self._began = 0.0
 
-    def timed(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
+    def timed(self, part: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call it, and count its time."""
         if self._is_inside:
-            return call(*args)
+            return call(*args, **options)
         self._is_inside = True
         self.calls += 1
         try:
-            return super().timed(part, call, *args)
+            return super().timed(part, call, *args, **options)
         finally:
             self._is_inside = False
 
@@ -64,12 +64,10 @@ class OutermostClock(Clock):
         self.parts[INSTRUCTIONS] = self.parts.get(INSTRUCTIONS, 0.0) + time.perf_counter() - self._began
         self.calls += 1
 
-    def take(self, wall_s: float) -> StepCost:
+    def step(self, wall_s: float) -> StepCost:
         """What was counted since the last call."""
-        found = StepCost(wall_s, dict(self.parts), self.calls)
-        self.parts.clear()
-        self.calls = 0
-        return found
+        calls, self.calls = self.calls, 0
+        return StepCost(wall_s, self.pop_parts(), calls)
 
 
 class AgentClock:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megasdc import features
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.step_times import StepTimes
@@ -24,9 +23,10 @@ from megasdc.ops.health.hooks.links import LinkPings
 from megasdc.ops.health.hooks.progress import PHASES, Health
 from megasdc.ops.health.hooks.stragglers import StragglerWatch
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.build import Features, Start
+from megasdc.train.build import Start
 from tools.bench.health.cost_clocks import AgentClock, OutermostClock, StepCost
 from tools.bench.rank import Messages
+from tools.bench.small.drill import train_with
 
 PARTS: dict[type[Hook], str] = {
     Health: "progress records, between passes",
@@ -76,7 +76,7 @@ class Recorder(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         """A step has ended; what is done here is none of its time."""
         now = time.perf_counter()
-        cost = self._clock.take(0.0 if self._ended_at is None else now - self._ended_at)
+        cost = self._clock.step(0.0 if self._ended_at is None else now - self._ended_at)
         if self._ended_at is None:
             self._thread_began_s = _thread_s()
         else:
@@ -104,13 +104,11 @@ def _thread_s() -> float:
 
 def measure_rank(messages: Messages, config: Path, settle_s: float) -> None:
     """Train, and send step by step how far it is, in the end what was measured."""
-    from megasdc.pretrain import pretrain
+    clock = OutermostClock()
 
-    hooks_of, clock = features.FEATURES.build_hooks, OutermostClock()
-
-    def with_clock(parts: Start) -> list[Hook]:
+    def with_clock(build: Callable[[Start], list[Hook]], parts: Start) -> list[Hook]:
         attached = _clock_instructions(parts.run.engine, clock)
-        hooks = hooks_of(parts)
+        hooks = build(parts)
         found = {PARTS[type(hook)]: hook for hook in hooks if type(hook) in PARTS}
         told = [*attached, *(type(hook).__name__ for hook in found.values())]
         if not told:  # what the clock itself counts: the same calls of hooks that do nothing
@@ -122,8 +120,7 @@ def measure_rank(messages: Messages, config: Path, settle_s: float) -> None:
         parts.run.enter = partial(clock.timed, PARTS[Health], parts.run.enter)
         return [*hooks, Recorder(messages, clock, told, settle_s)]
 
-    features.FEATURES = Features(with_clock, features.FEATURES.share_launch)
-    code, _ = pretrain(str(config), [])
+    code, _ = train_with(config, with_clock)
     if code:
         sys.exit(code)
 

@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megasdc import features
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
-from megasdc.train.build import Features, Start
 from tools.bench.health.hang_kinds import Strike
+from tools.bench.small.drill import change_hooks, train_and_leave
 
 
 class Hang(Hook):
@@ -108,22 +107,11 @@ class Hang(Hook):
 
 def main() -> None:
     """Train; the first argument is the request: ``config``, ``strike`` (None: none), and the file ``struck``."""
-    from megasdc.pretrain import pretrain
-
     request = json.loads(sys.argv[1])
     if request["strike"] is not None:
         strike = Strike(**{**request["strike"], "ranks": tuple(request["strike"]["ranks"])})
-        hooks_of = features.FEATURES.build_hooks
-
-        def with_hang(parts: Start) -> list[Hook]:
-            return [*hooks_of(parts), Hang(strike, parts.run, Path(request["struck"]))]
-
-        features.FEATURES = Features(with_hang, features.FEATURES.share_launch)
-
-    def leave(code: int, _error: BaseException | None) -> NoReturn:
-        os._exit(code)
-
-    leave(*pretrain(request["config"], request["overrides"], (), leave))
+        change_hooks(lambda build, start: [*build(start), Hang(strike, start.run, Path(request["struck"]))])
+    train_and_leave(request["config"], request["overrides"])
 
 
 if __name__ == "__main__":

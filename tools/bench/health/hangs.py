@@ -12,7 +12,6 @@ import json
 import math
 import random
 import subprocess
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.ops.health.shared_folder_heartbeat import node_name
-from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
-from megasdc.parallel.processes import Process, start_module
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
 from tools.bench.health.options import HangOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, scratch_folder
 from tools.bench.result import Report, Result
+from tools.bench.small.drill import DrillRanks, prepare_texts, write_drill
 
 FLOOR_S, SLOW_FLOOR_S = 3.0, 8.0
 GIVE_UP_S = 150.0
@@ -109,92 +107,38 @@ def bench_hangs(options: HangOptions, log: Path | None = None, on_progress: Prog
     return HangResult(machine, options, drills, steps, alarms, failures)
 
 
-def prepare_texts(folder: Path) -> Path:
-    """Tokens of some modules of Python's library, in a folder in this one, which is returned."""
-    from megasdc.config.data import DataSection
-    from megasdc.data.prepare import prepare
-
-    texts = folder / "texts"
-    texts.mkdir()
-    for name in ("argparse", "ast", "inspect", "tarfile", "typing", "zipfile"):
-        source = Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py"
-        (texts / f"{name}.txt").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    section = {
-        "path": str(folder / "data"),
-        "split": [8, 1, 1],
-        "sources": [{"kind": "files", "path": str(texts)}],
-        "tokenizer": {"vocab_size": 500, "train_characters": 200_000},
-    }
-    prepare(DataSection.model_validate(section), folder / "data", 1, progress=False)
-    return folder / "data"
-
-
 def _config(folder: Path, data: Path, layout: Layout, steps: int, **sections: Any) -> Path:
     """Configuration of a run, with limits of some seconds."""
-    tensor, pipeline, replicas = layout
-    raw = {
-        "train_batch_size": 2 * replicas,
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "megasdc": {
-            "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
-            "data": {"path": str(data), "sequence_length": 32},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 2 * GIVE_UP_S},
-            "training": {"steps": steps},
-            "checkpoint": {"interval": SAVE_INTERVAL, "keep_last": 1},
-            "logging": {"run_dir": str(folder / "run"), "interval": 10, "progress_bar": False},
-            "health": {"enabled": True, "hang_floor_s": FLOOR_S, "slow_floor_s": SLOW_FLOOR_S},
-        },
+    checkpoint = {"interval": SAVE_INTERVAL, "keep_last": 1, **sections.pop("checkpoint", {})}
+    common = {
+        "parallel": {"timeout_s": 2 * GIVE_UP_S},
+        "checkpoint": checkpoint,
+        "logging": {"interval": 10},
+        "health": {"enabled": True, "hang_floor_s": FLOOR_S, "slow_floor_s": SLOW_FLOOR_S},
     }
-    for name, values in sections.items():
-        raw["megasdc"][name] = {**raw["megasdc"].get(name, {}), **values}  # type: ignore[dict-item,index,attr-defined]
     folder.mkdir()
-    path = folder / "config.json"
-    path.write_text(json.dumps(raw), encoding="utf-8")
-    return path
+    return write_drill(folder / "config.json", data, layout, steps, {**common, **sections})
 
 
-def _start(config: Path, ranks: int, strike: Strike | None, *overrides: str) -> tuple[Any, list[Process]]:
-    """Start the ranks; the meeting must be kept until they have ended."""
-    meeting, folder = LocalMeeting(), config.parent
-    request = json.dumps(
-        {
-            "config": str(config),
-            "strike": None if strike is None else asdict(strike),
-            "struck": str(folder / "struck"),
-            "overrides": overrides,
-        }
-    )
-    processes = []
-    for rank in range(ranks):
-        environment = {**local_rank_environment(rank, ranks, 1, meeting.environment), "TORCH_FR_BUFFER_SIZE": "2000"}
-        with open(folder / f"rank_{rank}.log", "ab") as log:
-            streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
-            processes.append(start_module("tools.bench.health.hang_rank", [request], environment, *streams))
-    return meeting, processes
-
-
-def _wait(processes: list[Process], until: float) -> bool:
-    """Wait until all have ended, or end them; returns whether they have ended by themselves."""
-    while any(process.poll() is None for process in processes):
-        if time.monotonic() > until:
-            for process in processes:
-                process.kill()
-                process.wait()
-            return False
-        time.sleep(0.05)
-    return True
+def _start(config: Path, ranks: int, strike: Strike | None, *overrides: str) -> DrillRanks:
+    folder = config.parent
+    request = {
+        "config": str(config),
+        "strike": None if strike is None else asdict(strike),
+        "struck": str(folder / "struck"),
+        "overrides": overrides,
+    }
+    arguments = [[json.dumps(request)]] * ranks
+    return DrillRanks("tools.bench.health.hang_rank", arguments, folder, lambda _: {"TORCH_FR_BUFFER_SIZE": "2000"})
 
 
 def _run_drill(folder: Path, data: Path, layout: Layout, strike: Strike) -> Drill:
     config = _config(folder, data, layout, steps=10_000)
-    _store, processes = _start(config, math.prod(layout), strike)
-    ended = _wait(processes, time.monotonic() + GIVE_UP_S)
+    ranks = _start(config, math.prod(layout), strike)
+    codes = tuple(ranks.wait(time.monotonic() + GIVE_UP_S))
     now, struck = time.time(), folder / "struck"
     happened = struck.exists()
-    seconds = now - float(struck.read_text(encoding="utf-8")) if ended and happened else None
-    codes = tuple(process.wait() for process in processes)
+    seconds = now - float(struck.read_text(encoding="utf-8")) if happened and not ranks.killed else None
     _wait_for_agent(folder)
     incident = next(iter(_incidents(folder)), {})
     limits = [one["limit_s"] for one in incident.get("states", [])]
@@ -234,9 +178,8 @@ def _run_clean(folder: Path, data: Path, options: HangOptions, on_progress: Prog
         for reached in range(0, total, CLEAN_PART):
             on_progress("steps without a hang", reached, total)
             stop = f"megasdc.training.stop_step={reached + CLEAN_PART}"
-            _store, processes = _start(config, 4, None, *([stop] if reached + CLEAN_PART < total else []))
-            _wait(processes, time.monotonic() + 1200)
-            codes = [process.wait() for process in processes]
+            ranks = _start(config, 4, None, *([stop] if reached + CLEAN_PART < total else []))
+            codes = ranks.wait(time.monotonic() + 1200)
             _wait_for_agent(folder)
             if any(codes):
                 failures.append(f"steps {reached} to {reached + CLEAN_PART}: exit codes {codes}")

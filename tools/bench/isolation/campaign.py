@@ -19,17 +19,14 @@ from megasdc.events import Event, read_events
 from megasdc.sdc.incident import load_incidents
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
-from tools.bench.health.hangs import prepare_texts
 from tools.bench.isolation.config import write_config
 from tools.bench.isolation.kinds import AGAIN, KINDS, STEPS, Harm, draw_harm
 from tools.bench.isolation.options import MORE, IsolationOptions
-from tools.bench.isolation.rank import run_launches
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
 from tools.bench.result import Report, Result
-
-AT_A_TIME = 8
-"""Launches in the same processes, which do not free what an ended one has left."""
+from tools.bench.small.drill import prepare_texts
+from tools.bench.small.launches import AT_A_TIME, launch
 
 
 @dataclass(frozen=True)
@@ -146,13 +143,13 @@ class _Runs:
         self._ranks, self._per_replica = math.prod(layout), layout[0] * layout[1]
         self._right: dict[tuple[Any, ...], Path] = {}
         self._ends: dict[Path, End] = {}
-        self._launches = self._drills = 0
+        self._drills = 0
 
     def drills(self, harms: Sequence[Harm]) -> list[Drill]:
         """Run some drills, then the runs without faults that they are compared with."""
         first, self._drills = self._drills, self._drills + len(harms)
         runs = [self._config(f"drill_{number}", harm, harm.specs) for number, harm in enumerate(harms, first)]
-        codes = self._launch([(run, [], self._ranks) for run in runs])
+        codes = launch([(run, [], self._ranks) for run in runs], self._ranks, self._folder)
         found = [_isolated(run.parent) for run in runs]
         right, ends, launches = self._right, self._ends, []
         for harm, isolated in zip(harms, found, strict=True):
@@ -160,7 +157,7 @@ class _Runs:
             if key not in right:
                 right[key] = self._config(f"right_{len(right)}", harm, [])
                 launches += list(self._without(right[key], isolated))
-        self._launch(launches)
+        launch(launches, self._ranks, self._folder)
         drills = []
         for number, (harm, isolated) in enumerate(zip(harms, found, strict=True)):
             run = right[harm.precision, *((one.resumed, one.replicas) for one in isolated)]
@@ -178,20 +175,6 @@ class _Runs:
             yield run, [f"megasdc.training.stop_step={one.resumed}"], ranks
             ranks = one.replicas * self._per_replica
         yield run, [] if ranks == self._ranks else ["megasdc.sdc.policy={}"], ranks
-
-    def _launch(self, launches: Sequence[tuple[Path, list[str], int]]) -> list[list[int]]:
-        codes: list[list[int]] = []
-        for first in range(0, len(launches), AT_A_TIME):
-            some = launches[first : first + AT_A_TIME]
-            self._launches += 1
-            folder = self._folder / f"ends_{self._launches}"
-            folder.mkdir()
-            told = [(str(run), settings, ranks) for run, settings, ranks in some]
-            arguments = {"launches": told, "folder": str(folder)}
-            run_in_ranks(
-                run_launches, arguments, self._ranks, self._folder, lambda message: codes.append(message["codes"])
-            )
-        return codes
 
     def _config(self, name: str, harm: Harm, faults: Sequence[dict[str, Any]]) -> Path:
         bf16 = {"bf16": {"enabled": True}} if harm.precision == "bf16" else {}

@@ -17,13 +17,13 @@ from megasdc.common.errors import MegasdcError
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
 from tools.bench.campaign import Layout
-from tools.bench.health.hangs import prepare_texts
 from tools.bench.isolation.config import write_config
 from tools.bench.isolation.options import RateOptions
-from tools.bench.isolation.rank import run_launches
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
 from tools.bench.result import Report, Result, table
+from tools.bench.small.drill import prepare_texts
+from tools.bench.small.launches import launch
 from tools.bench.statistics import SLACK, Estimate, estimate_median
 
 LEAVE_OUT = 5
@@ -113,8 +113,7 @@ def _round(folder: Path, data: Path, layout: Layout, options: RateOptions) -> li
     steps = FIRST + options.steps - 1
     runs = [write_config(folder / str(number), data, layout, steps, more) for number, more in enumerate(kinds)]
     ranks = math.prod(layout)
-    arguments: dict[str, Any] = {"launches": [(str(run), [], ranks) for run in runs], "folder": str(folder)}
-    run_in_ranks(run_launches, arguments, ranks, folder, lambda message: codes.append(message["codes"]))
+    codes = launch([(run, [], ranks) for run in runs], ranks, folder)
     left_out = [any(read_events(run.parent, kind="isolation")) for run in runs]
     if any(map(any, codes)) or left_out != [False, False, True]:
         raise MegasdcError(f"the runs ended with exit codes {codes}; replicas were left out of them: {left_out}")

@@ -1,1 +1,1 @@
-"""Campaigns of small runs: their model and configuration, runs in the ranks of one benchmark, a log to go on from."""
+"""Campaigns of small runs: their model and configuration, runs and launches in the ranks of one benchmark, drills."""

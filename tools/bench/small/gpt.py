@@ -99,12 +99,13 @@ def small_config(
     }
 
 
-def prepare_library(folder: Path, vocab: int, pattern: str = "*.py") -> Path:
+def prepare_library(folder: Path, vocab: int, pattern: str = "*.py", characters: int = 1_000_000) -> Path:
     """Prepare modules of the standard library as data, eight parts in ten for training.
 
     Args:
         folder: where; returned.
         pattern: of the modules' names.
+        characters: that the tokenizer is trained on.
     """
     from megasdc.data.prepare import prepare
 
@@ -112,7 +113,8 @@ def prepare_library(folder: Path, vocab: int, pattern: str = "*.py") -> Path:
         "path": str(folder),
         "split": [8, 1, 1],
         "sources": [{"kind": "stdlib", "pattern": pattern}],
-        "tokenizer": {"vocab_size": vocab, "train_characters": 1_000_000},
+        "tokenizer": {"vocab_size": vocab, "train_characters": characters},
     }
-    prepare(DataSection.model_validate(section), workers=len(os.sched_getaffinity(0)), progress=False)
+    workers = len(os.sched_getaffinity(0)) if pattern == "*.py" else 1  # starting more takes longer than a few files
+    prepare(DataSection.model_validate(section), workers=workers, progress=False)
     return folder

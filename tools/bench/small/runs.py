@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megasdc.config.checks import check_layout
-from megasdc.config.load import parse_config
+from megasdc.config.load import RunConfig, parse_config
 from megasdc.data.dataset import TokenDataset, build_datasets
-from megasdc.data.loader import EvalLoader, MemoryStream, MicroBatchLoader
+from megasdc.data.loader import EvalLoader, MemoryStream, MicroBatchLoader, StepBatches
 from megasdc.data.manifest import DataManifest
 from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.engine.step_times import StepTimes
@@ -92,6 +92,26 @@ def build_run(raw: dict[str, Any], dims: ParallelDims, vocab: int | None = None)
         run.hooks.append(Evaluator(eval_loader, sections.training.eval_interval, writer))
     run.hooks += [*delays, _Files(writer)]
     return run, injector
+
+
+def memory_run(config: RunConfig, dims: ParallelDims, vocab: int, steps: int, folder: Path) -> tuple[Run, StepBatches]:
+    """A run on random tokens in memory, without hooks, and its micro-batches, which checks can read again.
+
+    Args:
+        vocab: entries of the vocabulary.
+        steps: that it may take.
+        folder: gets its events.
+
+    Collective: all ranks of the world.
+    """
+    layout = check_layout(config, dims.world_size)
+    engine = build_training_engine(config, layout, dims, vocab, StartClock(time.monotonic()))
+    samples = [count * layout.train_batch_size for count in (min(DISTINCT_STEPS, steps), steps)]
+    stream = MemoryStream(vocab, config.megasdc.data.sequence_length, *samples)
+    loader = MicroBatchLoader(stream, layout.micro_batch_size, dims.dp_rank, dims.data)
+    group = dist.new_group(backend="gloo") if engine.device.type == "cuda" else dist.group.WORLD
+    events, batches = EventLog(folder, dims.rank), StepBatches(loader, loader)
+    return Run(folder, dims, engine, loader, batches, events, group, RunProgress(steps)), batches
 
 
 def drop_compute_of(run: Run) -> DropCompute:

@@ -11,7 +11,6 @@ Where conditions of hosts leave too few of them, a run may end with the exit cod
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import shutil
@@ -28,9 +27,9 @@ from megasdc.ops.supervise.journal import FOLDER, read_journal
 from megasdc.ops.supervise.launch_backend import union
 from tools.bench.campaign import Campaign, CampaignLog, Layout
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
-from tools.bench.health.hangs import prepare_texts
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, scratch_folder
+from tools.bench.small.drill import last_step, prepare_texts
 from tools.bench.supervised.config import STEP_S, STEPS, Training, training_of, write_config
 from tools.bench.supervised.drill import Drill, Strike, blamed_wrongly, read_drill
 from tools.bench.supervised.faults import KINDS, LEAVE_OUT
@@ -216,13 +215,13 @@ def _truthful_end(target: Target, kinds: Sequence[str], code: int | None) -> str
 def _wait_for_moment(target: Target, until: float) -> bool:
     """Wait for the moment of the next fault; whether it may come."""
     chance = target.chance
-    steps, attempts = _last_step(target.run), len(target.entries("started"))
+    steps, attempts = last_step(target.run), len(target.entries("started"))
     in_recovery = attempts > 0 and chance.random() < IN_RECOVERY
     if in_recovery:
         time.sleep(chance.uniform(0.0, 10.0))
         return _is_under_way(target)
     wanted = max(steps, 4) + chance.randint(*PROGRESS)
-    while _last_step(target.run) < min(wanted, STEPS - 5):
+    while last_step(target.run) < min(wanted, STEPS - 5):
         if target.exit_code() is not None or time.monotonic() > until:
             return False
         target.undo()
@@ -237,11 +236,4 @@ def _is_under_way(target: Target) -> bool:
     After that one, which may be seen late where the run folder was full, a fault would prove nothing: with a host would
     go the last checkpoint that it alone has, and no run would be left that could miss it.
     """
-    return target.exit_code() is None and _last_step(target.run) < STEPS
-
-
-def _last_step(run: Path) -> int:
-    """Last step that is in the metrics; 0: none."""
-    path = run / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)[-3:] if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith(b"\n")), default=0)
+    return target.exit_code() is None and last_step(target.run) < STEPS

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.bench.campaign import Layout
+from tools.bench.small.drill import write_drill
 from tools.bench.supervised.faults import INJECTED, KINDS, POISON, SKIPPED
 from tools.bench.supervised.target import Target
 
@@ -47,19 +47,15 @@ def training_of(layout: Layout, kinds: Sequence[str]) -> Training:
 
 def write_config(target: Target, data: Path, training: Training, kinds: Sequence[str]) -> None:
     """Write the configuration of a run with faults of some kinds."""
-    tensor, pipeline, replicas = training.layout
     sections: dict[str, Any] = {
-        "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
-        "data": {"path": str(data), "sequence_length": 32, "skip": training.skip},
-        "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 120.0},
-        "training": {"steps": STEPS},
+        "data": {"skip": training.skip},
+        "training": {},
         "checkpoint": {
             "interval": 10,
             "keep_last": 4,
             "writing": "async",
             "memory": {"interval": 2, "partners": True, "linger_s": 120.0},
         },
-        "logging": {"run_dir": str(target.run), "interval": 1, "progress_bar": False},
         "health": {"enabled": True, "hang_floor_s": 5.0, "slow_floor_s": 15.0},
         "delay": [{"kind": "normal", "mean_s": STEP_S / 2, "std_s": 0.0}],
         "supervise": {
@@ -84,12 +80,5 @@ def write_config(target: Target, data: Path, training: Training, kinds: Sequence
     for prepare in (KINDS[kind].prepare for kind in kinds):
         if prepare is not None:
             prepare(target, sections)
-    raw = {
-        "train_batch_size": 2 * replicas,
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        **({"pipeline": {"activation_checkpoint_interval": 1}} if training.checked else {}),
-        "megasdc": sections,
-    }
-    target.config.write_text(json.dumps(raw), encoding="utf-8")
+    recompute = {"pipeline": {"activation_checkpoint_interval": 1}} if training.checked else {}
+    write_drill(target.config, data, training.layout, STEPS, sections, recompute)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import time
@@ -21,6 +20,7 @@ from megasdc.ops.launch.command import NODE_MODULE
 from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE
 from megasdc.ops.supervise.slurm import fields_of
+from tools.bench.small.drill import flip_bit
 from tools.bench.supervised.target import LOCAL, LONG_S, RUN_BYTES, SPARES, SUPERVISOR, Target
 
 SSH, SLURM = "ssh", "slurm"
@@ -122,7 +122,7 @@ def _memory_flipped(run: Target) -> None:
         with suppress(OSError):
             slots = sorted(Path(f"/proc/{one.pid}/root/dev/shm").glob(f"{own_prefix()}memory-*/*/*/*optim_states.pt"))
             if slots:
-                _flip(run.chance.choice(slots), run.chance)
+                flip_bit(run.chance.choice(slots), run.chance)
         run.kill([one])
 
 
@@ -131,18 +131,8 @@ def _file_flipped(run: Target) -> None:
     files = sorted(run.run.glob("checkpoints/step_*/*.pt"))
     if files:
         with suppress(OSError):
-            _flip(run.chance.choice([one for one in files if one.parent == files[-1].parent]), run.chance)
+            flip_bit(run.chance.choice([one for one in files if one.parent == files[-1].parent]), run.chance)
     _rank_killed(run)
-
-
-def _flip(path: Path, chance: random.Random) -> None:
-    with open(path, "r+b") as file:
-        at = chance.randrange(path.stat().st_size)
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << chance.randrange(8)]))
-        os.fsync(file.fileno())
 
 
 def _job_requeued(run: Target) -> None:
@@ -217,7 +207,7 @@ def _data_flipped(run: Target) -> None:
     host = run.chance.choice(run.used())
     path = run.chance.choice(sorted(run.data_of(host).rglob("*.bin")))
     whole = path.read_bytes()
-    _flip(path, run.chance)
+    flip_bit(path, run.chance)
     run.condition(host, lambda: path.write_bytes(whole))
     _rank_killed(run)
 
@@ -286,7 +276,7 @@ def _journal_flipped(run: Target) -> None:
     """A bit of the supervisor's journal; then the supervisor is killed, and started again."""
     run.kill(run.processes(SUPERVISOR))
     with suppress(OSError, ValueError):
-        _flip(run.run / FOLDER / JOURNAL_FILE, run.chance)
+        flip_bit(run.run / FOLDER / JOURNAL_FILE, run.chance)
     run.soon()
     run.start()
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import MegasdcError
-from megasdc.config.data import DataSection
 from megasdc.events import read_events
 from megasdc.model.fused import CACHE_VARIABLE
 from megasdc.parallel.local_ranks import base_environment, free_port
 from megasdc.parallel.run_ranks import TAIL_CHARACTERS
 from tools.bench.result import Report, table
+from tools.bench.small.gpt import prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
 TIMEOUT_S = 600.0
@@ -32,8 +31,6 @@ WARM, COLD = "megasdc launch, model.fuse", "megasdc launch, model.fuse, nothing 
 FUSED_COMMANDS = ("megasdc launch", WARM, COLD)
 """Commands that are compared with ``--fuse``."""
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "pretrain_gpt.py"
-TEXTS = ("argparse", "ast", "inspect", "tarfile", "typing", "pathlib", "zipfile", "shutil", "random", "heapq")
-"""Modules of the standard library whose source is the text."""
 PHASES = {
     "launcher": "command until the rank's process starts",
     "imports": "Python, PyTorch, DeepSpeed, Megatron-core; configuration",
@@ -46,33 +43,6 @@ PHASES = {
     "first_step": "hooks and first step",
 }
 """Descriptions of the parts."""
-
-
-def prepare_text(folder: Path) -> Path:
-    """Tokenize a little text with a vocabulary trained on it; returns the folder of prepared data, beside ``texts``.
-
-    MegasdcError if this Python comes without the source of its library.
-    """
-    from megasdc.data.prepare import prepare
-
-    texts = folder / "texts"
-    texts.mkdir()
-    library = Path(sysconfig.get_paths()["stdlib"])
-    sources = [library / f"{name}.py" for name in TEXTS]
-    for source in filter(Path.exists, sources):
-        (texts / f"{source.stem}.txt").write_bytes(source.read_bytes())
-    if not any(texts.iterdir()):
-        raise MegasdcError(f"{library} holds none of {', '.join(TEXTS)} as source; use a Python with its library")
-    section = DataSection.model_validate(
-        {
-            "path": str(folder / "data"),
-            "split": [8, 1, 1],
-            "sources": [{"kind": "files", "path": str(texts)}],
-            "tokenizer": {"vocab_size": 1000, "train_characters": 200_000},
-        }
-    )
-    prepare(section, folder / "data", workers=1, progress=False)
-    return folder / "data"
 
 
 def measure_launches(
@@ -88,7 +58,7 @@ def measure_launches(
     By command, in seconds: ``total``, ``phases`` by name in their order, ``first_launch_s`` of the launch that does not
     count, ``dominates``, and samples. ``on_progress`` gets the number of launches done. MegasdcError if one failed.
     """
-    data = prepare_text(folder)
+    data = prepare_library(folder / "data", 1000, "[at]*.py", characters=200_000)
     samples: dict[str, list[dict[str, float]]] = {command: [] for command in commands}
     for repeat in range(repeats + 1):
         for place, command in enumerate(commands):

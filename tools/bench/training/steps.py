@@ -183,8 +183,9 @@ Sides = tuple[list[dict[str, Any]], str | None]
 def _run_together(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> Sides:
     """Run both loops in the same ranks."""
     arguments = {"options": options, "against": against, "folder": folder}
-    more = {"on_progress": on_progress, "threads": options.threads, "fresh": True}
-    (found,) = run_in_ranks(compare, arguments, options.ranks, folder, **more)
+    (found,) = run_in_ranks(
+        compare, arguments, options.ranks, folder, on_progress=on_progress, threads=options.threads, fresh=True
+    )
     return found["sides"], found["difference"]
 
 
