@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tools.bench.checkpoints.restore import COLD, WARM, Rate, parts_of
-from tools.bench.checkpoints.stall import stall_of
+from tools.bench.checkpoints.stall import _worst, stall_of
 from tools.bench.checkpoints.stall_clock import Moved
 from tools.bench.checkpoints.stall_rank import ASYNC, MEMORY, OTHER, QUIET, SYNC, RankStall, StallStep
 from tools.bench.commands import app
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 def test_a_sample_of_stalls(tmp_path: Path) -> None:
     """Each kind of save was made and timed, and quiet steps and those beside something lie between them."""
     out, small = tmp_path / "out.json", ["--sequence", "16", "--micro-batches", "2", "--rounds", "1"]
-    done = CliRunner().invoke(app, ["save-stall", "--sizes", "32x1", "--ranks", "2", *small, "--out", str(out)])
+    done = CliRunner().invoke(app, ["save-stall", "--sizes", "32x1", "--ranks", "1", *small, "--out", str(out)])
     assert out.exists(), (done.output, done.exception)
     (found,) = json.loads(out.read_text())["stalls"]
     assert len(found["sync_s"]) == len(found["async_s"]) == len(found["duration_s"]) == 1
@@ -76,6 +76,8 @@ def test_each_bar_of_a_stall_fails_alone() -> None:
         assert [name for name, met in stall_of(gpt, bad, 1).verdicts.items() if met is False] == [number]
     assert not stall_of(gpt, replace(steps(), skipped=1), 1).passed
     assert stall_of(gpt, steps(memory=1.04), 2).verdicts["memory"] is None
+    both = [replace(stall_of(gpt, steps(stall=stall), 2), rank=rank) for rank, stall in enumerate((0.002, 0.004))]
+    assert _worst(both).rank == _worst(both[::-1]).rank == 1, "of several ranks the one that stands still longest"
 
 
 def test_a_sample_of_the_rate(tmp_path: Path) -> None:
