@@ -179,7 +179,7 @@ def _train(options: ArchiveBenchOptions, precision: str, folder: Path, name: str
     config["scheduler"]["params"]["total_num_steps"] = 10 * steps  # in the middle of a run, not at its end
     if precision == "bf16":
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    file = folder / f"{name}.json"
+    file = folder / f"{name}_config.json"  # run.json is the identity of a run
     file.write_text(json.dumps(config), encoding="utf-8")
     argv = [sys.executable, "-m", "megasdc", "launch", "--num-ranks", str(RANKS), "--config", str(file)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
