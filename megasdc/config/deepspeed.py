@@ -116,7 +116,10 @@ class Zero(Section):
     allgather_partitions: bool = True
     allgather_bucket_size: NonNegativeInt = 500_000_000
     overlap_comm: bool | None = None
-    load_from_fp32_weights: bool = setting(True, "No effect: master weights are loaded as they were saved.")
+    load_from_fp32_weights: Literal[True] = setting(
+        True,
+        "master weights are loaded as they were saved; DeepSpeed rounds them otherwise, or leaves them as initialized",
+    )
     elastic_checkpoint: Literal[False] = setting(
         False, "megasdc's own checkpoints load under another number of replicas; DeepSpeed's way fails there"
     )
