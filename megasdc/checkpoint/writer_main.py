@@ -89,7 +89,10 @@ def explain(error: Exception) -> TaskResult:
 
     doing = f"write {error.filename}" if isinstance(error, OSError) and error.filename else "write the checkpoint"
     problem = describe_error(error, doing)
-    return TaskResult(problem.text, problem.storage, problem.no_room)
+    text = problem.text
+    if isinstance(error, FileNotFoundError):
+        text += "; where hosts have folders of their own, set megasdc.checkpoint.storage to node_local"
+    return TaskResult(text, problem.storage, problem.no_room)
 
 
 class _Exchange:

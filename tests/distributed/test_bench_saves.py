@@ -19,6 +19,7 @@ from tools.bench.small.gpt import SmallGpt
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 
+@pytest.mark.full  # writers have idle priority: beside other tests they hardly come to their turn
 def test_a_sample_of_stalls(tmp_path: Path) -> None:
     """Each kind of save was made and timed, and quiet steps and those beside something lie between them."""
     out, small = tmp_path / "out.json", ["--sequence", "16", "--micro-batches", "2", "--rounds", "1"]

@@ -40,6 +40,7 @@ def test_the_front_names_a_stuck_rank_of_another_host(tmp_path: Path, folder: Pa
     raw = json.loads((folder / "config.json").read_text())
     raw["megasdc"]["parallel"] |= {"pipeline": 2, "timeout_s": 300.0}
     raw["megasdc"]["health"] = {"enabled": True, "hang_floor_s": 3.0, "slow_floor_s": 8.0}
+    raw["megasdc"]["checkpoint"]["storage"] = "node_local"
     raw["megasdc"]["process_faults"] = [{"kind": "hang", "rank": 1, "phase": "forward", "steps": [20, 20]}]
     (folder / "config.json").write_text(json.dumps(raw))
     run = folder / "run"

@@ -101,7 +101,7 @@ class RecoveryOptions(CampaignOptions):
     layouts: str = option("1x1x2,1x2x1,1x1x3,1x2x2,2x1x2", "Tensor x pipeline x data of each layout.")
 
 
-MOST_STEPS = 5000
+MOST_STEPS = 50_000
 """Of a run, whose rounds end it long before."""
 VOCAB = 512
 TEXT = "a*.py"
