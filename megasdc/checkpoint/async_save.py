@@ -194,18 +194,21 @@ class DiskSaver:
         save.problem = job.prepare() if job.place.leader else None
         files, problem = capture_engine(engine, self._dims, self._place, state)
         save.problem = save.problem or problem
-        if save.problem is not None:
-            pass
-        elif isinstance(self._writer, OwnWriter):
+        if save.problem is None:
+            self._write_or_copy(save, files)
+        save.stalled_s = time.monotonic() - started
+
+    def _write_or_copy(self, save: _Save, files: list[CapturedFile]) -> None:
+        """Write the captured files, or begin to copy them."""
+        if isinstance(self._writer, OwnWriter):
             save.written = WrittenFiles(not_finite=[one.name for one in files if not are_finite(one.tensors)])
-            self._writer.send(WriteTask(files, job.temporary, texts))
+            self._writer.send(WriteTask(files, save.job.temporary, save.texts))
         elif self._snapshot is not None:
             try:
                 self._snapshot.prepare(files)
                 self._snapshot.start_copy(files)
             except OSError as error:
                 save.problem = describe_error(error, "allocate memory for the snapshot")
-        save.stalled_s = time.monotonic() - started
 
     def _job(self, engine: Any, step: int, number: int, state: SavedState) -> SaveJob:
         place = replace(self._place, save_id=uuid.uuid5(uuid.UUID(self._place.save_id), str(number)).hex)

@@ -6,18 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tools.trainings.styles import LLAMA
+
 VOCAB = 500
 LAST_ID = VOCAB - 1
 DOCUMENT_TOKENS = 1500
 
-LLAMA: dict[str, Any] = {
-    "position_embedding": "rope",
-    "normalization": "RMSNorm",
-    "activation": "silu",
-    "gated_mlp": True,
-    "bias": False,
-    "tie_embeddings": False,
-}
 SIZES: dict[str, dict[str, int]] = {
     "cuda": {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "max_positions": 256},
     "cpu": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_positions": 32},

@@ -9,15 +9,8 @@ import pytest
 
 from megasdc.config.model import ModelSection
 from megasdc.model.sharding import Split, parameter_splits, universal_info
+from tools.trainings.styles import LLAMA
 
-LLAMA: dict[str, Any] = {
-    "position_embedding": "rope",
-    "normalization": "RMSNorm",
-    "activation": "silu",
-    "gated_mlp": True,
-    "bias": False,
-    "tie_embeddings": False,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"num_layers": 12},
     "llama": {"num_layers": 12, **LLAMA},
