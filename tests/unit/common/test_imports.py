@@ -1,11 +1,14 @@
-"""What is imported under ``imports_kept`` is not searched for garbage, neither then nor later."""
+"""What is imported under ``imports_kept`` is not searched for garbage, neither then nor later, and is what is used."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 
 import pytest
 
+from megasdc.common import imports
 from megasdc.common.imports import imports_kept
 
 
@@ -38,3 +41,14 @@ def test_who_collects_by_itself_goes_on_so() -> None:
     with pytest.raises(ImportError), imports_kept():
         raise ImportError("no such library")
     assert not gc.isenabled()
+
+
+def test_what_is_not_used_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that a library only looks for is missing inside, and there afterwards; one that is in use stays."""
+    monkeypatch.setattr(imports, "UNUSED", ("colorsys", "json"))
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with imports_kept():
+        with pytest.raises(ModuleNotFoundError, match="colorsys"):
+            importlib.import_module("colorsys")
+        assert importlib.import_module("json").dumps([]) == "[]"
+    assert importlib.import_module("colorsys").rgb_to_hsv(0, 0, 0) == (0, 0, 0)
