@@ -52,9 +52,9 @@ else
     trap - EXIT
 fi
 echo "== tests"
-# A test that starts ranks leaves two cores idle half of its time, so three files of tests run side by side, in order of
+# A test that starts ranks leaves two cores idle half of its time, so four files of tests run side by side, in order of
 # their folders: launches come before unit tests, whose short files fill the end evenly.
-workers=(-n 3 --dist loadfile --no-loadscope-reorder)
+workers=(-n 4 --dist loadfile --no-loadscope-reorder)
 if [ $# -gt 0 ]; then
     workers=()
     fused=()
