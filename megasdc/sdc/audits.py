@@ -7,8 +7,8 @@ suspects together.
 Which operations can be computed with their elements elsewhere the first audit of a start finds out
 (``PermutableOps``). It tries every operation both ways on the real numbers. Where all ranks that computed one get other
 bits, its kernel does not treat all places alike: it is computed as it is from then on, and named. Where one rank alone
-computed it, that is said of differences as small as rounding, or in many elements. What only some ranks see, or one
-rank in few elements, is no property of a kernel, and is left to the audit.
+computed it, that is said of differences as small as rounding, or in more elements than a unit spoils. What only some
+ranks see, or one rank in few elements, is no property of a kernel, and is left to the audit.
 
 Results of such a kernel may be equal by chance, with the numbers of the first audit: few elements, or a type that hides
 most differences. So operations are tried again before anything is ruled; what differs then on all ranks that compute
@@ -281,6 +281,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MANY = 0.1
 """Share of a result's elements above which a difference is not of a single unit of the device."""
+SPOILED = 4
+"""Elements of a call that a unit may spoil: one or two of the result, and as many others where it is moved."""
 ROUNDING = {"float32": 2.0**-16, "bfloat16": 2.0**-5, "float16": 2.0**-8}
 """Largest difference that another order of summation explains, as a share of the largest element, by type."""
 
@@ -488,5 +490,16 @@ def _totals(found: Sequence[Tried]) -> dict[Signature, Unequal]:
 def _is_of_kernel(signature: Signature, total: Unequal, ran: Sequence[Tried]) -> bool:
     """Whether a difference is a property of the kernel, or of how elements are moved here, and not of a device."""
     rounding = max(ROUNDING.get(text.partition("(")[0], 0.0) for text in signature)
-    explained = len(ran) > 1 or total.largest <= rounding or total.elements > MANY * total.of
+    explained = len(ran) > 1 or total.largest <= rounding or _are_many(total, ran[0].moved[signature])
     return explained and all(signature in of_rank.unequal for of_rank in ran)
+
+
+def _are_many(total: Unequal, calls: int) -> bool:
+    """Whether more elements differ than a unit spoils; of small results these are a large share.
+
+    There, elements that differ as little as rounding do not count: any kernel may have a few. More than half of a
+    result are many, however small it is.
+    """
+    if (share := MANY * total.of) > (spoiled := SPOILED * calls):
+        return total.elements > share
+    return total.far > min(spoiled, total.of / 2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
 
 from megasdc.sdc.audits import differ_in_nan_alone, order_matters, places_matter
-from megasdc.tensors.permuted import Tried, Unequal
+from megasdc.tensors.permuted import Trial, Tried, Unequal
+from tools.trainings.broken_unit import BrokenUnit
 
 PRODUCT = ("aten::mm", "float32(32, 64)", "float32(64, 48)")
 
@@ -27,6 +29,10 @@ def tried(unequal: Unequal | None) -> Tried:
         ([Unequal(3, 1000, 0.5), Unequal(3, 1000, 0.5)], True),  # the same on all
         ([Unequal(600, 1000, 0.5), None], False),  # on one of two
         ([Unequal(3, 1000, 1e-7), None], False),
+        ([Unequal(4, 20, 21.6, far=2)], False),  # a unit, and rounding, of a small result
+        ([Unequal(4, 20, 0.5, far=4)], False),
+        ([Unequal(5, 20, 0.5, far=5)], True),
+        ([Unequal(3, 4, 0.5, far=3)], True),  # most of all there is
         ([None, None], False),
     ],
 )
@@ -35,7 +41,18 @@ def test_what_is_said_of_a_kernel(ranks: list[Unequal | None], of_kernel: bool) 
     found = places_matter([*(tried(one) for one in ranks), Tried()])
     assert set(found) == ({PRODUCT} if of_kernel else set())
     if of_kernel:
-        assert found[PRODUCT].of == 1000 * len(ranks)
+        assert found[PRODUCT].of == sum(one.of for one in ranks if one is not None)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_unit_is_found_wherever_it_spoils_a_small_result(rows: int) -> None:
+    """A product with few results is not left out as one whose kernel treats places in different ways."""
+    draw = torch.Generator().manual_seed(3)
+    bias, first, second = (torch.randn(*shape, generator=draw) for shape in ((10,), (rows, 16), (16, 10)))
+    for place in product(range(rows), range(10)):
+        with BrokenUnit((None, 16, 10), place, 64.0), Trial() as trial:
+            torch.addmm(bias, first, second)
+        assert [one.far for one in trial.tried.unequal.values()] == [2] and not places_matter([trial.tried])
 
 
 @pytest.mark.parametrize(
