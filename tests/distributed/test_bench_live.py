@@ -62,9 +62,10 @@ def test_a_campaign_of_nothing_is_refused(arguments: list[str]) -> None:
 
 
 def test_drills_are_of_running_jobs() -> None:
-    """Whole runs are no part of the campaign of golden traces, and an unknown kind is refused."""
-    done = CliRunner().invoke(app, ["detection", "--drills", "5"])
-    assert done.exit_code == 2 and "--drills and --kinds need --live" in done.output
+    """Whole runs and a log are no part of the campaign of golden traces, and an unknown kind is refused."""
+    for option, text in (("--drills=5", "--drills and --kinds need --live"), ("--log=log.jsonl", "--log needs --live")):
+        done = CliRunner().invoke(app, ["detection", option])
+        assert done.exit_code == 2 and text in done.output
     done = CliRunner().invoke(app, ["detection", "--live", "--drills", "5", "--kinds", "state,stat"])
     assert done.exit_code != 0 and "'stat' is none of tokens, place" in done.output + str(done.exception)
 

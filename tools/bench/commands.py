@@ -194,6 +194,8 @@ def bench_detecting(on_progress: Any, options: CampaignOptions, log: Log = None)
         raise typer.BadParameter("--drills and --kinds need --live: they are whole runs")
     if options.faults == 0 and not options.live:
         raise typer.BadParameter("--faults 0 needs --live: nothing else would be injected")
+    if log is not None and not options.live:
+        raise typer.BadParameter("--log needs --live: a campaign of golden traces does not go on from one")
     from tools.bench.detection.golden import bench_detection
     from tools.bench.detection.live import bench_live
 
