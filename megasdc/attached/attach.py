@@ -188,11 +188,11 @@ class Guard:
         self._rows: GuardRows | None = None
         try:
             self._training = training = replace(self._begin(engine, settings), hides_losses=hides_losses)
-            self._saves = self._keep(SaveMarks(training, saves=trial is None))
+            self._saves = self._close_with_guard(SaveMarks(training, saves=trial is None))
             self._parts = self._attach(training)
             for build in more:
                 if (part := build(training)) is not None:
-                    self._parts.append(self._keep(part))
+                    self._parts.append(self._close_with_guard(part))
             self._left = None if trial is None else trial.steps
             """Steps until a trial ends."""
             if any(part.acts for part in self._parts):
@@ -234,7 +234,7 @@ class Guard:
         self._undo.close()
         _guarded.discard(self._training.engine)
 
-    def _keep(self, part: P) -> P:
+    def _close_with_guard(self, part: P) -> P:
         """Have a part closed with the guard; returns the part."""
         self._undo.callback(part.close)
         return part
@@ -244,24 +244,24 @@ class Guard:
         settings, parts = training.settings, list[Protection]()
         self._undo.callback(set_deterministic(settings.determinism))
         if settings.trace.enabled:
-            parts.append(self._keep(GuardTrace(training)))
+            parts.append(self._close_with_guard(GuardTrace(training)))
         if settings.nonfinite.enabled:
-            parts.append(self._keep(GuardNonFinite(training)))
+            parts.append(self._close_with_guard(GuardNonFinite(training)))
         always_on = settings.sdc.always_on
         if always_on.enabled and (always_on.rows or always_on.slice_elements is not None):
             self._budget = GuardBudget(training)
         if always_on.enabled and always_on.rows and self._budget is not None:
-            self._rows = self._keep(GuardRows(training, self._budget))
+            self._rows = self._close_with_guard(GuardRows(training, self._budget))
             parts.append(self._rows)
         if settings.golden.path is not None:
-            parts.append(self._keep(GuardGolden(training)))
+            parts.append(self._close_with_guard(GuardGolden(training)))
         if settings.audit.enabled and self.dims.data == 1 and not settings.audit.permuted:
             self._warn_not_audited(
                 "nothing is audited",
                 "there is one replica, and nothing to compare it with; give audit.permuted or golden.path",
             )
         elif settings.audit.enabled:
-            self._audit = self._keep(GuardAudit(training, self._saves.agreed))
+            self._audit = self._close_with_guard(GuardAudit(training, self._saves.agreed))
             parts.append(self._audit)
         if always_on.enabled and always_on.parameters and self.dims.data == 1:
             self._warn_not_audited(
@@ -269,13 +269,15 @@ class Guard:
                 "there is one replica, and sdc.always_on.parameters has nothing to compare it with",
             )
         elif always_on.enabled and always_on.parameters:
-            parts.append(self._keep(GuardCopies(training, self._is_audited)))
+            parts.append(self._close_with_guard(GuardCopies(training, self._is_audited)))
         if always_on.enabled and always_on.slice_elements is not None:
             assert self._budget is not None, "slices are looked at by it"
-            self._slices = self._keep(GuardSlices(training, self._settle_taken, self._budget, self._coverage))
+            self._slices = self._close_with_guard(
+                GuardSlices(training, self._settle_taken, self._budget, self._coverage)
+            )
             parts.append(self._slices)
         if settings.optimizer_hooks:
-            parts.append(self._keep(GuardBounds(training)))
+            parts.append(self._close_with_guard(GuardBounds(training)))
         if self._slices is not None:
             parts.append(self._slices.unclipped)
         if self._budget is not None:

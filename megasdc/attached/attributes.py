@@ -42,7 +42,7 @@ class NotKept(RuntimeError):
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
+def preserve_attributes(model: nn.Module) -> Iterator[None]:
     """Context in which a model may be computed; at its end all state of the submodules is as it was.
 
     Raises:
@@ -54,7 +54,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        kept.put_back()
+        kept.restore()
 
 
 class _Untouchable:
@@ -90,9 +90,9 @@ class _Kept:
             if kind.__module__.partition(".")[0] not in (*NOT_OURS, "transformers", "builtins"):
                 self._class(kind)
         while self._waiting and len(self._seen) < MOST:
-            self._note(*self._waiting.popleft())
+            self._copy(*self._waiting.popleft())
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Give every object its contents again; an error with one is raised after all others are put back."""
         errors = []
         with torch.no_grad():
@@ -118,7 +118,7 @@ class _Kept:
         original = self._originals.get(id(value), value)
         return value if original is not value and _moved(original, value) else original
 
-    def _note(self, where: str, value: Any) -> None:
+    def _copy(self, where: str, value: Any) -> None:
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value  # so that no other object gets its place

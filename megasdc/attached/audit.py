@@ -69,9 +69,9 @@ class StillBuffers:
         self._before: dict[str, BufferState] = {}
         self._alike: tuple[str, ...] = ()
         self._now: dict[str, BufferState] = self._read()
-        self._keep_alike(gather({name: one.checksum for name, one in self._now.items()}))
+        self._record_alike(gather({name: one.checksum for name, one in self._now.items()}))
 
-    def look(self) -> tuple[int, bool]:
+    def read(self) -> tuple[int, bool]:
         """Checksum of the buffers that were equal on all replicas, and whether this rank has written to any since."""
         self._now = self._read()
         moved = any(one not in self._now or self._now[one].memory != self._before[one].memory for one in self._alike)
@@ -101,7 +101,7 @@ class StillBuffers:
             if as_it_was < len(found):
                 self._moves[name] = MOST_MOVES  # told once
                 changed += [name] if 2 * as_it_was >= len(found) else []
-        self._keep_alike(self._gather({name: one.checksum for name, one in self._now.items()}))
+        self._record_alike(self._gather({name: one.checksum for name, one in self._now.items()}))
         return changed
 
     def trace(self, step: int, names: Collection[str], *, again: bool = False) -> Trace:
@@ -111,7 +111,7 @@ class StillBuffers:
         addresses = [Address(step, None, PARAMETER, fqn or ROOT, f"buffer {slot}") for _, fqn, slot in parts]
         return Trace(addresses, [held[name].checksum for name, *_ in parts])
 
-    def _keep_alike(self, found: Sequence[Mapping[str, int]]) -> None:
+    def _record_alike(self, found: Sequence[Mapping[str, int]]) -> None:
         names = [name for name in self._now if self._moves[name] < MOST_MOVES]
         self._alike = tuple(name for name in names if len({one.get(name) for one in found}) == 1)
         self._before = {name: self._now[name] for name in self._alike}
@@ -316,7 +316,7 @@ class GuardAudit(Protection):
     def _compute(self, step: int, source: int) -> Audited:
         """Compute one replica's batch of a step on all replicas, and compare the results."""
         dims, problem, own, batch = self._dims, None, Trace(), None
-        copies, (buffers, moved_on) = read_copies(self._engine, self._algorithm, step), self._buffers.look()
+        copies, (buffers, moved_on) = read_copies(self._engine, self._algorithm, step), self._buffers.read()
         try:
             batch = self._probe.share(step, dims.first_replica_rank + source * dims.tensor, self._copies)
             self._check_model()
@@ -380,7 +380,7 @@ class GuardAudit(Protection):
         def again() -> Trace:
             return places.compute(step, compute)
 
-        return PermutedResult(again(), again, lambda: places.learn(step, compute))
+        return PermutedResult(again(), again, lambda: places.update(step, compute))
 
     def _settle_buffers(self, step: int) -> Iterator[Finding]:
         """Findings of buffers that differ though nothing has written to them; audits use one replica's buffers."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasdc.attached.attributes import NotKept, attributes_kept, equal_bits
+from megasdc.attached.attributes import NotKept, equal_bits, preserve_attributes
 from megasdc.attached.record import ResultRecorder
 from megasdc.common.errors import ConfigError
 from megasdc.config.sections import DeterminismSection
@@ -116,13 +116,13 @@ class BatchReplayer:
         self._kept: tuple[int, bytes | str] | None = None
         self._looks_at_uses = False
         self.uses: Mapping[str, int] = {}
-        self._handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
+        self._handle = model.register_forward_pre_hook(self._capture, with_kwargs=True)
 
     def close(self) -> None:
         """Remove the hook on forward passes."""
         self._handle.remove()
 
-    def _keep(self, _module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _capture(self, _module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         step = self._wants()
         if step is None or not (self._model.training and torch.is_grad_enabled()):
             return
@@ -159,7 +159,7 @@ class BatchReplayer:
         if isinstance(held, str):
             raise ConfigError(f"{self._said}, and no batch can be computed: {held}; set it to {self._off}.")
         found = torch.load(io.BytesIO(held), weights_only=False)  # from a rank of this very training
-        assert isinstance(found, Batch), "what _keep has written"
+        assert isinstance(found, Batch), "what _capture has written"
         return found
 
     def compute(self, batch: Batch, step: int, state: dict[str, Any] | None = None, *, uses: bool = False) -> Trace:
@@ -185,7 +185,7 @@ class BatchReplayer:
                     raise
                 first = "" if isinstance(error, NotKept) else f" {str(error).splitlines()[0]}"
                 raise ConfigError(f"{self._said}, and {reason}; or set it to {self._off}.{first}") from error
-        return self._recorder.take()
+        return self._recorder.pop_trace()
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Loss, where the model computes it, else all results with gradients; and the inputs that get gradients.
@@ -228,7 +228,7 @@ class BatchReplayer:
     def _as_of(self, batch: Batch, step: int, state: dict[str, Any] | None) -> Iterator[None]:
         """Context of deterministic mode, the batch's buffers and equal random numbers; all is undone at its end."""
         own = capture_rng()
-        with attributes_kept(self._model):
+        with preserve_attributes(self._model):
             stage = [name for name in OF_STAGES if hasattr(self._model, name)]
             undo = set_deterministic(DeterminismSection(enabled=state is None))
             try:

@@ -44,7 +44,7 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.golden import (
     GoldenRun,
-    ask_ranks,
+    compare_ranks,
     compare_run,
     describe_differences,
     key_differences,
@@ -428,7 +428,7 @@ class GuardGolden(Protection):
     def _own_part(self, step: int) -> GoldenPart:
         batch = self._probe.share(step, self._dims.first_replica_rank, self._copies)
         trace, again = (self._compute(batch) for _ in range(2))
-        if bad := self._finite.take(self._dims):
+        if bad := self._finite.pop_first(self._dims):
             raise ConfigError(
                 f"golden.record: got true, and with seeded parameters {bad.address} is {bad.kind}, so that later "
                 "results say nothing; choose another golden.seed, or set golden.path to null."
@@ -444,7 +444,7 @@ class GuardGolden(Protection):
 
     def _verify(self, step: int) -> Iterable[Finding]:
         gaps = GAPS if self._dims.tensor > 1 else ()
-        answer = ask_ranks(self._training, lambda: [self._run()], self._cells, gaps, self._repeats)
+        answer = compare_ranks(self._training, lambda: [self._run()], self._cells, gaps, self._repeats)
         found = answer.finding(step, self._training.suspects.ranks)
         name, compared = ("differs" if found else "agreed"), answer.compared
         self._emit("golden", name, step=step, compared=compared, seconds=round(answer.seconds, 3))

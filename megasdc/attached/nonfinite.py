@@ -139,10 +139,10 @@ class MicroBatches:
             if tensor.numel() == 1:
                 self.finite(place(phase=FORWARD), tensor)
             elif tensor.requires_grad:
-                tensor.register_hook(partial(self._look, self.finite, place(phase=BACKWARD)))
+                tensor.register_hook(partial(self._check, self.finite, place(phase=BACKWARD)))
 
     @staticmethod
-    def _look(finite: FiniteRecorder, address: Address, gradient: Tensor) -> None:
+    def _check(finite: FiniteRecorder, address: Address, gradient: Tensor) -> None:
         finite(address, gradient)
 
 
@@ -194,7 +194,7 @@ class GuardNonFinite(Protection):
 
     def close(self) -> None:
         """Remove all hooks, and report repeats."""
-        self._warnings.tell_repeats()
+        self._warnings.log_repeats()
         self._batches.close()
         self._probe.close()
 
@@ -204,7 +204,7 @@ class GuardNonFinite(Protection):
         Collective: all ranks of the world; one reduction of two numbers.
         Sync: waits for the device, as the optimizer does for the norm.
         """
-        seen = self._batches.finite.take(self._dims)
+        seen = self._batches.finite.pop_first(self._dims)
         flags = torch.tensor([0.0, float(seen is not None)], device=self._engine.device)
         flags[0] = _norm_is_bad(self._engine)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -225,7 +225,7 @@ class GuardNonFinite(Protection):
         if self._left == 0:
             return
         self._left -= 1
-        before, count = None if seen is None else self._origin_seen(seen), len(self._batches.kept)
+        before, count = None if seen is None else self._origin_of(seen), len(self._batches.kept)
         found, lacks = find_first(self._training, before, count, partial(self._recompute, step), self._order)
         if found.origin is not None and not found.reproduced and found.origin.found.address.phase == BACKWARD:
             found = replace(found, reproduced=None)  # a gradient that the model was given: nobody computed it again
@@ -233,12 +233,12 @@ class GuardNonFinite(Protection):
         fields = {**found.fields, "meaning": meaning, "not_recomputed": lacks}
         self._training.events.emit_on_rank_0(EVENT_KIND, "first", step=step, **fields)
         if self._dims.rank == 0:
-            self._warnings.tell(step, found, lacks)
+            self._warnings.warn(step, found, lacks)
             if self._left == 0:
-                self._warnings.tell_repeats()
+                self._warnings.log_repeats()
                 logger.warning("NaN and Inf of later steps are not searched for: nonfinite.searches is reached")
 
-    def _origin_seen(self, seen: NonFinite) -> NonFiniteOrigin:
+    def _origin_of(self, seen: NonFinite) -> NonFiniteOrigin:
         given = seen.address.phase == BACKWARD  # such a result is an input
         origin = origin_here(seen, False if given else None, self._parameters(ROOT), inputs_read=False)
         return replace(origin, meaning=self._meanings.of(seen.address, recomputed=False))
@@ -256,12 +256,12 @@ class GuardNonFinite(Protection):
         kept, problem = self._batches.kept[number], None
         assert kept.batch is not None, "it lacks nothing"
         self._inputs.clear()
-        with self._inputs.look_at(self._watched):
+        with self._inputs.watch_inputs(self._watched):
             try:
                 self._probe.compute(kept.batch, step, kept.state)
             except (ConfigError, RuntimeError) as error:  # training goes on
                 problem = str(error).splitlines()[-1].strip()
-        found = self._finite.take(self._dims)
+        found = self._finite.pop_first(self._dims)
         if found is None:
             return None, problem
         time = int(found.address.slot.partition("#")[2] or 1) - 1
@@ -331,9 +331,9 @@ class Warnings:
 
     def __init__(self) -> None:
         self._told: dict[tuple[Any, ...], _Told] = {}
-        weakref.finalize(self, _tell_repeats, self._told)
+        weakref.finalize(self, _log_repeats, self._told)
 
-    def tell(self, step: int, found: Explanation, lacks: Sequence[str]) -> None:
+    def warn(self, step: int, found: Explanation, lacks: Sequence[str]) -> None:
         """Warn of a finding unless it was reported already, on any rank for a loss that is so whenever computed."""
         meaning = None if found.origin is None else found.origin.meaning
         of_data = meaning is not None and found.reproduced is True
@@ -348,12 +348,12 @@ class Warnings:
         self._told[kind] = _Told(meaning if meaning is not None and of_data else f"first, {whole}", 0, step)
         logger.warning("step %d: %s", step, whole)
 
-    def tell_repeats(self) -> None:
+    def log_repeats(self) -> None:
         """Log once how often each warning has come again."""
-        _tell_repeats(self._told)
+        _log_repeats(self._told)
 
 
-def _tell_repeats(told: dict[tuple[Any, ...], _Told]) -> None:
+def _log_repeats(told: dict[tuple[Any, ...], _Told]) -> None:
     for one in told.values():
         if one.times:
             logger.warning("NaN or Inf again in %d more steps, the last is step %d: %s", one.times, one.last, one.text)

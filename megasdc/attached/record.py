@@ -142,11 +142,11 @@ class ResultRecorder:
             if self._micro_batch is not None:
                 self.add_outputs(list(tensors_in(output)))
 
-        self._hold(self._model.register_forward_pre_hook(begin))
-        self._hold(self._model.register_forward_hook(end))
+        self._register(self._model.register_forward_pre_hook(begin))
+        self._register(self._model.register_forward_hook(end))
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                self._hold(parameter.register_hook(partial(self._add_gradient, name)))
+                self._register(parameter.register_hook(partial(self._add_gradient, name)))
 
     def detach(self) -> None:
         """Remove every hook; the recorded trace stays until ``take``."""
@@ -179,9 +179,9 @@ class ResultRecorder:
         for number, tensor in enumerate(outputs):
             self._add(FORWARD, ROOT, slot_of("output", number), tensor, micro_batch)
             if tensor.requires_grad:
-                self._hold(tensor.register_hook(lambda _: self._begin_backward(micro_batch)))
+                self._register(tensor.register_hook(lambda _: self._begin_backward(micro_batch)))
 
-    def take(self) -> Trace:
+    def pop_trace(self) -> Trace:
         """The trace of results since the recorder was attached.
 
         Sync: waits for the device once.
@@ -196,10 +196,10 @@ class ResultRecorder:
         self._micro_batch, self._in_forward, self._backward = None, False, 0
         self._times.clear()
         for one in self._watched:
-            self._hold(one.module.register_forward_pre_hook(self._tapped(one), with_kwargs=True))
-            self._hold(one.module.register_forward_hook(self._seen(one)))
+            self._register(one.module.register_forward_pre_hook(self._tapped(one), with_kwargs=True))
+            self._register(one.module.register_forward_hook(self._output_hook(one)))
 
-    def _hold(self, handle: Any) -> None:
+    def _register(self, handle: Any) -> None:
         self._undo.callback(handle.remove)
 
     def _begin_backward(self, micro_batch: int | None) -> None:
@@ -209,7 +209,7 @@ class ResultRecorder:
         fqn, _, slot = name.rpartition(".")
         self._add(WEIGHT_GRAD, fqn or ROOT, slot, gradient, self._backward)
 
-    def _seen(self, one: Watched) -> Any:
+    def _output_hook(self, one: Watched) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             phase = FORWARD if self._in_forward else RECOMPUTE
             micro_batch = self._micro_batch if self._in_forward else self._backward

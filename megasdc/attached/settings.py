@@ -109,7 +109,7 @@ def golden_problems(settings: GuardSettings, *, writes: bool) -> list[str]:
         return []
     if golden.record:
         return recording_problems(golden.path) if writes else []
-    exists = _look(golden.path)
+    exists = _exists(golden.path)
     if isinstance(exists, str):
         return [exists]
     if exists:
@@ -119,7 +119,7 @@ def golden_problems(settings: GuardSettings, *, writes: bool) -> list[str]:
 
 def recording_problems(path: Path | str) -> list[str]:
     """Reasons why this host cannot record a golden file at a path, a sentence each; its folder need not exist."""
-    exists = _look(path)
+    exists = _exists(path)
     if isinstance(exists, str):
         return [exists]
     if exists:
@@ -132,7 +132,7 @@ def recording_problems(path: Path | str) -> list[str]:
     return []
 
 
-def _look(path: Path | str) -> bool | str:
+def _exists(path: Path | str) -> bool | str:
     """Whether the path exists; a text: why that cannot be tested."""
     try:
         os.stat(path)

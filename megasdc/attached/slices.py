@@ -286,5 +286,5 @@ class Unclipped(Protection):
 
     def before_step(self, step: int) -> Iterable[Finding]:
         """Copy this rank's slice of the gradient."""
-        self._checks.take_unclipped()
+        self._checks.copy_unclipped()
         return ()

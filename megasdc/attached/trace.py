@@ -46,7 +46,7 @@ class GuardTrace(Protection):
         self._recorder.detach()
         if self._step not in (None, step):
             self._training.events.emit_on_rank_0("trace", "left_out", step=step, recorded_as=self._step)
-            self._recorder.take()
+            self._recorder.pop_trace()
             self._step = None
         return ()
 
@@ -58,7 +58,7 @@ class GuardTrace(Protection):
         self._begin(self._training.step)
 
     def _write(self, step: int) -> None:
-        trace, after = self._recorder.take(), read_copies(self._engine, self._algorithm, step)
+        trace, after = self._recorder.pop_trace(), read_copies(self._engine, self._algorithm, step)
         kept = [place for place, address in enumerate(after.addresses) if address.phase == PARAMETER]
         trace.extend(Trace([after.addresses[one] for one in kept], [after.checksums[one] for one in kept]))
         self._trace.append(step, trace)

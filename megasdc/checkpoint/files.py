@@ -5,7 +5,7 @@ any more. The lock of a run folder ends such a launch at its next step (``megasd
 saves, which also run outside of steps and while a host wakes up: the record in the folder must still name this launch
 when a checkpoint gets its name, its marker, or the file ``latest``, and before old checkpoints are deleted.
 
-``held_for_reading``: a checkpoint is locked while its files are read, so that a run that keeps only its newest does not
+``read_lock``: a checkpoint is locked while its files are read, so that a run that keeps only its newest does not
 delete it meanwhile. The lock is a kernel's lock (flock) on the manifest, shared by readers; deletion needs it
 exclusively. It ends with the process that has it. On a file system without flock nothing is locked: a reader then finds
 that files are missing.
@@ -265,7 +265,7 @@ class Fence:
 
 
 @contextlib.contextmanager
-def held_for_reading(folder: Path) -> Iterator[int]:
+def read_lock(folder: Path) -> Iterator[int]:
     """Context in which a checkpoint is not deleted by its run; CheckpointError if it is absent or being deleted.
 
     Yields the file descriptor of the lock: a process that inherits it keeps the lock.
@@ -282,7 +282,7 @@ def held_for_reading(folder: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def held_alone(folder: Path) -> Iterator[bool]:
+def exclusive_lock(folder: Path) -> Iterator[bool]:
     """Context with the exclusive lock of a checkpoint, if it is free; yields whether it was: nobody reads it then.
 
     OSError if its manifest cannot be opened for writing, which NFS needs for such a lock.
@@ -297,7 +297,7 @@ def held_alone(folder: Path) -> Iterator[bool]:
 def delete_unheld(folder: Path) -> str | None:
     """Delete a checkpoint unless it is being read; returns the reason why it was not deleted, None: it was."""
     try:
-        with held_alone(folder) as free:
+        with exclusive_lock(folder) as free:
             aside = rename_to_delete(folder) if free else None
         if aside is None:
             return f"{folder} is being archived: a later save deletes it"

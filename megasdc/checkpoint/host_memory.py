@@ -193,7 +193,7 @@ def make_within(folder: Path, inner: Path) -> None:
         folder.mkdir(exist_ok=True)
 
 
-def find_held(folder: Path, run: str | None) -> tuple[list[MemorySlot], list[str]]:
+def find_slots(folder: Path, run: str | None) -> tuple[list[MemorySlot], list[str]]:
     """All valid slots of a run, and a message for each damaged one."""
     found, problems = [], []
     for path in sorted([*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]):
@@ -415,9 +415,9 @@ class PartnerReplicas:
     def _serve(self, connection: socket.socket, _hello: object) -> None:
         with contextlib.suppress(OSError, ValueError, CheckpointError):  # the sender notices the closed connection
             while True:
-                self._take(connection)
+                self._receive_slot(connection)
 
-    def _take(self, connection: socket.socket) -> None:
+    def _receive_slot(self, connection: socket.socket) -> None:
         """Receive a slot, and answer whether it is what its record says.
 
         Raises:
@@ -438,13 +438,13 @@ class PartnerReplicas:
         for path in slot.iterdir():
             if path.name not in known:
                 path.unlink()
-        right = [_take_file(connection, slot / file.name, file) for file in record.files]
+        right = [_receive_file(connection, slot / file.name, file) for file in record.files]
         if all(right):
             write_durably(slot / HELD_FILE, text)
         connection.sendall(_RIGHT if all(right) else _WRONG)
 
 
-def _take_file(connection: socket.socket, path: Path, file: HeldFile) -> bool:
+def _receive_file(connection: socket.socket, path: Path, file: HeldFile) -> bool:
     """Receive a file into memory that is reused; returns whether it has the recorded digest."""
     digest = xxhash.xxh3_128()
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as opened:

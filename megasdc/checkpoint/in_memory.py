@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.checkpoint.async_save import Snapshot, capture_engine
+from megasdc.checkpoint.disk_saver import Snapshot, capture_engine
 from megasdc.checkpoint.files import hash_file, kind_of_file, rank_state_file, stage_file, step_folder
 from megasdc.checkpoint.host_memory import (
     GUESTS,
@@ -40,7 +40,7 @@ from megasdc.checkpoint.host_memory import (
     Lineage,
     MemorySlot,
     SlotManifest,
-    find_held,
+    find_slots,
     make_within,
     partner_of,
     rank_folder,
@@ -165,7 +165,7 @@ class MemorySaver:
 
         Collective: all ranks of the world.
         """
-        held = find_held(self._folder, self._run)[0] if self._place.leader else []
+        held = find_slots(self._folder, self._run)[0] if self._place.leader else []
         own = {(one.record.rank, one.folder.name) for one in held if one.record.step == step}
         names = set[tuple[int, str]]().union(*self._place.gather(own))
         for slot in self._slots:
@@ -186,7 +186,7 @@ class MemorySaver:
         Collective: all ranks of the world.
         """
         self._address = address
-        door = self._ask(Listen(self._folder, address))
+        door = self._run_task(Listen(self._folder, address))
         doors = self._place.gather((address, door))
         partner = partner_of(self._dims, self._place.nodes, self._dims.rank)
         problem = door.problem
@@ -194,11 +194,11 @@ class MemorySaver:
             problem = "there is only one host"
         elif not problem and not doors[partner][1].problem:
             there, other = doors[partner]
-            problem = self._ask(Join(there, other.port, other.token)).problem
+            problem = self._run_task(Join(there, other.port, other.token)).problem
         problems = [(node, one) for node, one in self._place.gather((self._place.node, problem)) if one]
         return f"{problems[0][0]}: {problems[0][1]}" if problems else None
 
-    def _ask(self, task: Listen | Join) -> TaskResult:
+    def _run_task(self, task: Listen | Join) -> TaskResult:
         try:
             return self._writer.run_task(task)
         except OSError as error:
@@ -273,7 +273,7 @@ class MemorySaver:
         }
 
     def _own_newest(self) -> float:
-        while self._sent and (answer := self._writer.answer()) is not None:
+        while self._sent and (answer := self._writer.poll_result()) is not None:
             slot = self._sent.popleft()
             if answer.problem:
                 self._problem = RankProblem(answer.problem, answer.is_storage)
@@ -300,12 +300,12 @@ class MemorySaver:
 
         Collective: all ranks of the world if one has a problem.
         """
-        told = self._give_up_non_finite(int(self._bad.value)) if self._bad.value else None
+        told = self._discard_non_finite(int(self._bad.value)) if self._bad.value else None
         if not self._trouble.value:
             return told
-        return self._give_up()
+        return self._abort()
 
-    def _give_up_non_finite(self, step: int) -> str:
+    def _discard_non_finite(self, step: int) -> str:
         """Empty the slots of a step that has NaN or Inf on a rank, after this rank's writer has finished it."""
         self.failed += 1
         for slot in (one for one in self._slots if one.step == step):
@@ -318,7 +318,7 @@ class MemorySaver:
         self._newest = max((one.step for one in self._slots if one.is_whole), default=0)
         return f"the state of step {step} is not finite"
 
-    def _give_up(self) -> str:
+    def _abort(self) -> str:
         """Give up the snapshots under way, since a rank has failed; returns a message.
 
         Collective: all ranks of the world.
@@ -462,7 +462,7 @@ def find_in_memory(
     Collective: all ranks of the world.
     """
     place = find_place(ranks)
-    held, problems = find_held(folder, run) if place.leader else ([], [])
+    held, problems = find_slots(folder, run) if place.leader else ([], [])
     answers = place.gather((held, problems, read_line(folder) if place.leader else Lineage()))
     for line in (line for _, lines, _ in answers for line in lines):
         logger.warning("memory: %s", line)

@@ -89,7 +89,7 @@ class TensorContent(Record):
     blocks: Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")]
 
     @model_validator(mode="after")
-    def _type_is_known(self) -> Self:
+    def _check_type(self) -> Self:
         parse_type(self.type)
         return self
 

@@ -135,12 +135,12 @@ def find_checkpoint(
     path, place = Path(folder), find_place(ranks)
     if resume == "never":
         _refuse_any(path, place)
-    found = _look_together(path, place)
+    found = _list_on_all_nodes(path, place)
     if resume == "never":
         return None
     verified_only = require_verified == "always" or (require_verified == "auto" and found.corruption is not None)
     if place.rank == 0:
-        _tell_corruption(found, require_verified, place)
+        _report_corruption(found, require_verified, place)
     skipped: dict[int, list[str]] = {}
     candidates: list[int] = []
     non_finite: SelectedCheckpoint | None = None
@@ -165,9 +165,9 @@ def find_checkpoint(
             non_finite = non_finite or chosen
             problems = [manifest.non_finite]
         skipped[step] = problems
-        _tell_skipped(path / step_folder(step), step, problems, place)
+        _report_skipped(path / step_folder(step), step, problems, place)
     if non_finite is not None:
-        _tell_non_finite(non_finite, place)
+        _report_non_finite(non_finite, place)
         return non_finite
     if skipped and at_most != 0:
         text = _explain_none(path, skipped, candidates, found.corruption if verified_only else None)
@@ -185,21 +185,21 @@ def too_new(newest: int) -> str:
 
 def _refuse_any(path: Path, place: FolderRanks) -> None:
     """Raise a CheckpointError on all ranks if there are checkpoints."""
-    if steps := _look_together(path, place, clean=False).steps:
+    if steps := _list_on_all_nodes(path, place, clean=False).steps:
         raise CheckpointError(
             f"{path} holds checkpoints (newest: step {steps[0]}) but megasdc.checkpoint.resume is never: "
             "use another folder, or resume auto; nothing in it was changed"
         )
 
 
-def _tell_skipped(path: Path, step: int, problems: list[str], place: FolderRanks) -> None:
+def _report_skipped(path: Path, step: int, problems: list[str], place: FolderRanks) -> None:
     """Log and emit why a checkpoint is passed over."""
     if place.rank == 0:
         logger.warning("checkpoint of step %d is skipped: %s", step, "; ".join(problems))
     place.emit("skip", "checkpoint", step=step, reasons=problems, path=str(path))
 
 
-def _tell_non_finite(chosen: SelectedCheckpoint, place: FolderRanks) -> None:
+def _report_non_finite(chosen: SelectedCheckpoint, place: FolderRanks) -> None:
     """Log and emit that no finite checkpoint can be used."""
     if place.rank == 0:
         logger.warning(
@@ -208,7 +208,7 @@ def _tell_non_finite(chosen: SelectedCheckpoint, place: FolderRanks) -> None:
     place.emit("resume", "not_finite", step=chosen.step, path=str(chosen.path), files=chosen.manifest.not_finite)
 
 
-def _tell_corruption(found: _Found, require_verified: RequireVerified, place: FolderRanks) -> None:
+def _report_corruption(found: _Found, require_verified: RequireVerified, place: FolderRanks) -> None:
     """Log and emit the consequence of a corruption mark, if there is one."""
     if found.corruption is None or not found.steps:
         return
@@ -245,7 +245,7 @@ class _Found:
     corruption: str | None
 
 
-def _look_together(path: Path, place: FolderRanks, *, clean: bool = True) -> _Found:
+def _list_on_all_nodes(path: Path, place: FolderRanks, *, clean: bool = True) -> _Found:
     """List the checkpoints of all nodes, cleaned first; without ``clean`` also those that cleaning would restore."""
     cleaned: list[str] = []
     mine = _Found([], set(), None)
@@ -379,7 +379,7 @@ def quarantine(
     answers = place.gather((moved, cleared))
     where = dict(chain.from_iterable(names for names, _ in answers))
     if place.rank == 0:
-        _tell_moved(path, where, {} if chosen is None else chosen.skipped, any(gone for _, gone in answers), place)
+        _report_moved(path, where, {} if chosen is None else chosen.skipped, any(gone for _, gone in answers), place)
     return sorted(where)
 
 
@@ -401,7 +401,7 @@ def move_aside(folder: Path, steps: Sequence[int]) -> list[tuple[int, str]]:
     return [(step, f"{target.name}/{step_folder(step)}") for step in there]
 
 
-def _tell_moved(
+def _report_moved(
     path: Path, moved: dict[int, str], why: dict[int, list[str]], cleared: bool, place: FolderRanks
 ) -> None:
     """Log and emit, on rank 0, which checkpoints were moved and whether the corruption mark was removed."""

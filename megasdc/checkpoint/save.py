@@ -4,10 +4,10 @@ All files go into a folder with a temporary name. When every rank has reported t
 manifest is written and one rename gives the folder its final name; only then is ``latest`` updated and are old
 checkpoints deleted. With node-local storage each node renames its own folder, and after all have, each gets a marker: a
 checkpoint without it does not count. Any failure is reported to all ranks and removes the temporary folder. The stages
-are those of ``megasdc.checkpoint.async_save.DiskSaver``.
+are those of ``megasdc.checkpoint.disk_saver.DiskSaver``.
 
 ``Retention``: the newest few, every k-th step, and the newest that a run can go back to are kept. One that is being
-archived is deleted after a later save; see ``held_for_reading``.
+archived is deleted after a later save; see ``read_lock``.
 """
 
 from __future__ import annotations

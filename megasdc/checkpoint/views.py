@@ -657,12 +657,14 @@ class _Opening:
         try:
             optimizer = self.files.load(file)["optimizer_state_dict"]
             if as_here:
-                origins = {key: origin for one in fragments.items() for key, origin in self._own(file, optimizer, *one)}
+                origins = {
+                    key: origin for one in fragments.items() for key, origin in self._origins_of(file, optimizer, *one)
+                }
         except (FileNotFoundError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} does not say which parameters it has: {error!r}") from error
         return States(origins, shapes, is_whole, first, optimizer)
 
-    def _own(
+    def _origins_of(
         self, file: Path, optimizer: dict[str, Any], name: str, fragment: Fragment
     ) -> Iterator[tuple[tuple[str, Slot], Origin]]:
         """Yield the origin of each state of a fragment in the file of the rank that had this one's place in the layout.

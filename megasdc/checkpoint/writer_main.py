@@ -120,7 +120,7 @@ class _Exchange:
         answer = store(task)
         if self._partner is not None and task.held is not None:
             try:
-                self._partner.send(task.target, held_record(task, answer.stored))
+                self._partner.send(task.target, slot_manifest(task, answer.stored))
             except OSError as error:
                 return TaskResult(f"its partner keeps no copy: {error}")
         return answer
@@ -151,11 +151,11 @@ def store(task: StoreTask) -> TaskResult:
         with _mapped(task.target / file.name, file) as view:
             _check(view, file)
     if task.held is not None:  # last of all
-        write_record(task.target / HELD_FILE, held_record(task, stored))
+        write_record(task.target / HELD_FILE, slot_manifest(task, stored))
     return TaskResult(stored=stored)
 
 
-def held_record(task: StoreTask, stored: list[StoredFile]) -> SlotManifest:
+def slot_manifest(task: StoreTask, stored: list[StoredFile]) -> SlotManifest:
     """Record of a memory slot with its stored files."""
     files = [
         HeldFile(name=one.name, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, tensors=one.described)

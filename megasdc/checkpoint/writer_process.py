@@ -375,11 +375,11 @@ class WriterProcess:
             OSError: it cannot be started.
         """
         self.send(task)
-        while (found := self.answer()) is None:
+        while (found := self.poll_result()) is None:
             time.sleep(POLL_S)
         return found
 
-    def answer(self) -> TaskResult | None:
+    def poll_result(self) -> TaskResult | None:
         """Result of the oldest task without an answer; None: it is not done."""
         if self._process is None or self._pipe is None:
             return TaskResult("its writer does not run", is_storage=True)

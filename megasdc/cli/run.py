@@ -300,8 +300,8 @@ def top(
     watcher = RunWatcher(run_dir)
     console = output_console()
     if as_json:
-        print_text(watcher.look(), as_json)
+        print_text(watcher.read(), as_json)
     elif once or not console.is_terminal:
-        console.print(Screen(watcher.look()))
+        console.print(Screen(watcher.read()))
     else:
         watch_run(watcher, console, interval)

@@ -138,15 +138,15 @@ class AuditFindings:
         """
         audit = gather_traces(work.trace, self._dims, self._group)
         ballot = vote(audit, self._dims, comparable)
-        self._tell_finding(work.step, ballot)
+        self._emit_finding(work.step, ballot)
         repeats = repeat_disputed(ballot, audit, work.again, self._repeats, self._dims, self._group)
         golden = ask_golden()
-        opinions = self._ask_referee(work, ballot, audit) if self._asks else []
+        opinions = self._consult_referee(work, ballot, audit) if self._asks else []
         refereed = {(rank, place): within for place, one in opinions for rank, within in one.within.items()}
         bases = {place: one.basis for place, one in opinions if one.within}
         rulings = settle(ballot, repeats, golden, work.earlier, refereed, bases)
         named = {ruling.rank: ruling.basis for ruling in rulings if ruling.rank is not None}
-        self._tell_overruled(work.step, ballot, named, golden or {})
+        self._emit_overruled(work.step, ballot, named, golden or {})
         shown = tuple(one for _, one in opinions)
         if self._sums:
             alone = {(rank, one.address) for one in shown for rank in one.alone}
@@ -155,13 +155,15 @@ class AuditFindings:
             "audit", _micro_batch(rulings), rulings, *count_differing(audit, self._dims, named), opinions=shown
         )
 
-    def _ask_referee(self, work: AuditedWork, ballot: Ballot, audit: Mapping[int, Trace]) -> list[tuple[int, Opinion]]:
+    def _consult_referee(
+        self, work: AuditedWork, ballot: Ballot, audit: Mapping[int, Trace]
+    ) -> list[tuple[int, Opinion]]:
         """Opinions of the referee on results that differ, with their places in traces; each costs one more repeat."""
         found = []
         for number, (address, place, values) in enumerate(find_differences(ballot)):
             opinion = Opinion(address, {}, f"it has computed {ASKED} results in this step")
             if number < ASKED:
-                opinion = self._referee.ask(address, values, partial(self._repeat, work, place, values, audit))
+                opinion = self._referee.judge(address, values, partial(self._repeat, work, place, values, audit))
             self._tell("referee", step=work.step, **{**asdict(opinion), "address": str(address)})
             found.append((place, opinion))
         return found
@@ -199,7 +201,7 @@ class AuditFindings:
         for _ in range(self._repeats):
             both = []
             for compute in (work.again, moved.again):
-                result, trace = self._referee.keep(own, compute)
+                result, trace = self._referee.capture_result(own, compute)
                 kept.append(result)
                 both.append(gather_traces(trace, dims, self._group))
             for rank, difference in flagged.items():
@@ -232,7 +234,7 @@ class AuditFindings:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _tell_finding(self, step: int, ballot: Ballot) -> None:
+    def _emit_finding(self, step: int, ballot: Ballot) -> None:
         for flag in ballot.flagged:
             who = {"ranks": list(tensor_ranks(flag.rank, self._dims))} if self._sums else {"rank": flag.rank}
             self._tell("finding", step=step, tier="audit", **who, address=str(flag.address), basis=MAJORITY)
@@ -242,7 +244,7 @@ class AuditFindings:
                 ranks = sorted({other for rank in ranks for other in tensor_ranks(rank, self._dims)})
             self._tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
 
-    def _tell_overruled(self, step: int, ballot: Ballot, named: Mapping[int, str], golden: Mapping[int, bool]) -> None:
+    def _emit_overruled(self, step: int, ballot: Ballot, named: Mapping[int, str], golden: Mapping[int, bool]) -> None:
         """Report findings of the majority that were overruled, so that no event accuses a rank that is not named.
 
         ``named``: bases by rank.
@@ -403,7 +405,7 @@ class PermutableOps:
         with Permuted(self.without):
             return work()
 
-    def learn(self, step: int, work: Callable[[], T]) -> bool:
+    def update(self, step: int, work: Callable[[], T]) -> bool:
         """Try the operations of work again; returns whether more of them are no longer moved.
 
         Collective: all ranks of the world.

@@ -107,7 +107,7 @@ class Stopwatch:
     def _pause(self, now: float) -> None:
         self._seconds += now - self._began
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Seconds since the last call."""
         found, self._seconds = self._seconds, 0.0
         return found
@@ -148,14 +148,14 @@ class CheckBudget:
         """Times of this rank in the last steps."""
         self._agreed: deque[_Times] = deque(maxlen=WINDOW)
         """Times that all ranks have agreed on in the last steps."""
-        self._fields = {name: Field(partial(self._give, name), MIN if name in SHARED else MAX) for name in TIMES}
+        self._fields = {name: Field(partial(self._own_value, name), MIN if name in SHARED else MAX) for name in TIMES}
         self.fields = () if plan.budget is None else tuple(self._fields.values())
         self._due = (0, 0)
         self._sent = False
         self._void = True  # the first step also makes what later ones use
         self._warned = False
 
-    def _give(self, name: str) -> float | None:
+    def _own_value(self, name: str) -> float | None:
         """This rank's value of a time: of the last step for shared times, else the sum over steps; None: not due."""
         if not self._sent:
             return None
@@ -192,19 +192,19 @@ class CheckBudget:
     def end(self, host: Host, step: int) -> None:
         """End a step: add its times, and adjust the cadence when due; the same on all ranks."""
         self._step.__exit__(None, None, None)
-        step_s = self._step.take()
+        step_s = self._step.pop_seconds()
         late_s = self._not_hidden(step, step_s)
         if self._share is None:
             self._void = False
             return
-        taken = [clock.take() for clock in (self.looks, self.audits, self.fixed, self.slices, self.waits)]
+        taken = [clock.pop_seconds() for clock in (self.looks, self.audits, self.fixed, self.slices, self.waits)]
         taken = [taken[0], taken[1] + late_s, *taken[2:], step_s]
         if has_agreed := self._sent:  # on the step before
             self._agreed.append(_Times(**{name: field.value for name, field in self._fields.items()}))
         self._sent, self._void = not self._void, False
         is_due = has_agreed and (len(self._agreed) == FIRST or step % ADJUST == 0)
         if is_due:
-            self._learn(step)
+            self._update_shares(step)
         if self._sent:
             self._own.append(_Times._make((*taken, *self._due)))
         if is_due:
@@ -212,7 +212,7 @@ class CheckBudget:
 
     def _not_hidden(self, step: int, step_s: float) -> float:
         """Seconds by which the replay made this step longer than usual; all of the replay where that is not known."""
-        replay_s = self.replays.take()
+        replay_s = self.replays.pop_seconds()
         if not replay_s:
             if not self._void:
                 self._usual.append(step_s)
@@ -224,7 +224,7 @@ class CheckBudget:
             self._writer.write(step, {"sdc/replay_hidden_share": 1 - late_s / replay_s})
         return late_s
 
-    def _learn(self, step: int) -> None:
+    def _update_shares(self, step: int) -> None:
         """Compute the shares of the last steps; a share of which these have no sample stays as it was."""
         sums, own = _total(self._agreed), _total(self._own)
         known, least, step_s = self._shares, self._least, sums.steps / len(self._agreed)

@@ -54,7 +54,7 @@ class Finding:
     @property
     def text(self) -> str:
         """The rulings as a sentence for people."""
-        return "; ".join(map(_say, self.rulings))
+        return "; ".join(map(_describe, self.rulings))
 
     def flagged(self, ranks: Sequence[RankPlace], step: int) -> tuple[FlaggedRank, ...]:
         """Ranks named as wrong, in a step; ``ranks``: places of all ranks."""
@@ -95,7 +95,7 @@ def describe_ruling(ruling: RankVerdict) -> dict[str, object]:
     return {**plain, "address": address, "expected": _hex(ruling.expected), "got": got}
 
 
-def _say(ruling: RankVerdict) -> str:
+def _describe(ruling: RankVerdict) -> str:
     who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
     where = "" if ruling.address is None else f" at {ruling.address}"
     often = how_often(ruling.verdict, ruling.wrong, ruling.repeats)

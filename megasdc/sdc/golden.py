@@ -10,7 +10,8 @@ are sent; then come, each observed after it only, the sums of gradients over tie
 (``accumulated_grad``), the sum over replicas (``reduced_grad``), the norm of the whole gradient (``update``), and the
 all-gather over replicas (``parameter``).
 
-The ranks of a training are compared while it runs, by whatever they compute for it (``ask_ranks``, ``GoldenAnswer``).
+The ranks of a training are compared while it runs, by whatever they compute for it (``compare_ranks``,
+``GoldenAnswer``).
 """
 
 from __future__ import annotations
@@ -639,7 +640,7 @@ def judge_replicas(
     return verdicts
 
 
-def ask_ranks(
+def compare_ranks(
     host: Host, run: Callable[[], list[GoldenRun]], layout: ParallelDims, gaps: Sequence[str], repeats: int
 ) -> GoldenAnswer:
     """Compare the ranks of a training with a golden trace once, and, if one differs, ``repeats`` more times.

@@ -142,7 +142,7 @@ def incident_page(incident: Incident, json_name: str) -> Page:
         sentences=sentences,
         sections=[
             PageSection("What to do", steps=[Fold(one.text, "\n".join(one.commands)) for one in incident.what_to_do]),
-            _known(incident),
+            _summary(incident),
             *_evidence(incident),
             _earlier(incident),
             *_environment(incident, json_name),
@@ -150,7 +150,7 @@ def incident_page(incident: Incident, json_name: str) -> Page:
     )
 
 
-def _known(incident: Incident) -> PageSection:
+def _summary(incident: Incident) -> PageSection:
     basis = f" {_BASES[incident.basis]}" if incident.flagged else ""
     flagged = [
         (

@@ -61,7 +61,7 @@ class FiniteRecorder:
             self._values += start_extremes(result)
         self._seen += 1
 
-    def take(self, dims: ParallelDims) -> NonFinite | None:
+    def pop_first(self, dims: ParallelDims) -> NonFinite | None:
         """This rank's first non-finite result since the last call, in execution order.
 
         Sync: waits for the device once.
@@ -140,11 +140,11 @@ class InputKinds:
         self._seen: dict[tuple[str, str], list[list[Tensor]]] = {}
         self._fqns: set[str] = set()
 
-    def look_at(self, submodules: Iterable[Named]) -> AbstractContextManager[Any]:
+    def watch_inputs(self, submodules: Iterable[Named]) -> AbstractContextManager[Any]:
         """Context in which the inputs of submodules are looked at."""
         watched = [one for one in submodules if one.module is not None]
         self._fqns = {one.fqn for one in watched}
-        return InputProbe(watched, self._show)
+        return InputProbe(watched, self._record)
 
     def clear(self) -> None:
         """Forget the inputs of the last micro-batch."""
@@ -165,7 +165,7 @@ class InputKinds:
         time += int(address.phase == RECOMPUTE)
         return non_finite_kind(times[time]) is None if len(times) > time else None
 
-    def _show(self, phase: str, fqn: str, tensors: list[Tensor]) -> None:
+    def _record(self, phase: str, fqn: str, tensors: list[Tensor]) -> None:
         kept = [value for one in tensors if checkable(one) for value in start_extremes(one)]
         self._seen.setdefault((phase, fqn), []).append(kept)
 

@@ -210,7 +210,7 @@ class UpdateSlices:
         self._unclipped: Tensor | None = None
         self.changed: ChangedState | None = None
         self.copy_changed = False
-        self._hook = self._inner.register_step_pre_hook(lambda *_: self._take())
+        self._hook = self._inner.register_step_pre_hook(lambda *_: self._copy_inputs())
 
     def close(self) -> None:
         """Remove the hook."""
@@ -230,7 +230,7 @@ class UpdateSlices:
         """Copy of a slice's master, first and second moment, [3, n]."""
         return torch.cat([torch.stack(self._views(part)) for part in due.parts], 1)
 
-    def _set(self, due: Slice, state: Tensor) -> bool:
+    def _write(self, due: Slice, state: Tensor) -> bool:
         """Write a slice's state; returns whether it reads back equal."""
         first = 0
         for part in due.parts:
@@ -260,17 +260,17 @@ class UpdateSlices:
             if self.copy_changed:
                 return False
             row, element = different[0].tolist()
-            restored = intact and self._set(kept.due, kept.state)
+            restored = intact and self._write(kept.due, kept.state)
             self.changed = ChangedState(kept.due, row, element, len(different), restored)
         return True
 
-    def take_unclipped(self) -> None:
+    def copy_unclipped(self) -> None:
         """Copy the slice of the reduced gradient, which no hook changes any more before it is clipped."""
         due = None if self._turn is None else self._due(self._turn)
         if due is not None and self._clips:
             self._unclipped = self._slices.reduced(due).float()
 
-    def _take(self) -> None:
+    def _copy_inputs(self) -> None:
         """Copy the values that the step is about to read: hooks may have changed gradient and state until now.
 
         DeepSpeed's optimizer for fp32 steps one group after the other.
@@ -310,7 +310,7 @@ class UpdateSlices:
         sizes[before_me] = 0 if theirs is None else 7 * theirs.numel + 3
         sent = [message if place == after_me else empty for place in range(dims.data)]
         received = TensorExchange(sent, sizes, self._group).finish()[before_me]
-        if theirs is None or not self._used.is_known:
+        if theirs is None or not self._used.is_recorded:
             return CheckedUpdates(mine, own)
         rows = received[:-3].view(torch.float32).view(7, theirs.numel)
         taken = int(received[-3:-1].cpu().clone().view(torch.int64)) + (1 << 63)
@@ -337,7 +337,7 @@ class UpdateSlices:
             first += part.numel
         return Update(tuple(parts), after, taken, update_checksum(inputs))
 
-    def keep(self, turn: int | None) -> None:
+    def snapshot(self, turn: int | None) -> None:
         """Copy the slice that is due at the next step; None: none is. Moments are zeros before the first update."""
         self._turn = self._kept = None
         due = None if turn is None else self._due(turn)
@@ -345,9 +345,9 @@ class UpdateSlices:
             state = self._state_of(due)
             self._kept = SliceSnapshot(due, state, update_checksum(state))
 
-    def put(self, checked: CheckedUpdates) -> bool:
+    def write_recomputed(self, checked: CheckedUpdates) -> bool:
         """Write this rank's slice as computed again; returns whether it reads back equal."""
-        return checked.due is not None and checked.own is not None and self._set(checked.due, checked.own.again())
+        return checked.due is not None and checked.own is not None and self._write(checked.due, checked.own.again())
 
 
 def update_checksum(state: Tensor) -> int:
@@ -527,7 +527,7 @@ class Unclipped(Hook):
 
     def before_optimizer_step(self, engine: StepEngine) -> None:
         """Copy this rank's slice of the gradient."""
-        self._checks.take_unclipped()
+        self._checks.copy_unclipped()
 
 
 @dataclass(frozen=True)
@@ -603,7 +603,7 @@ class SliceChecks(Hook):
         self._sums = SumCheck(run.engine, self._slices, self._checkable.times) if sums else None
         self._updates = UpdateSlices(run.engine, self._slices, self._used, clips=clips)
         self._names = self._names_of(run.engine)
-        self._keep(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
+        self._snapshot(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
         if run.dims.rank == 0:
             told = {"elements": self._size, "period": self._slices.period, "sums": sums, "clipping": clips}
             every = self._budget.cadence.every
@@ -638,7 +638,7 @@ class SliceChecks(Hook):
 
     def forget(self) -> None:
         """Forget the copy of the state that the last step left, since other state was loaded."""
-        self._updates.keep(None)
+        self._updates.snapshot(None)
 
     def state_dict(self) -> dict[str, Any]:
         """The slice that is due, so that starts do not look at the first ones again and again."""
@@ -671,11 +671,11 @@ class SliceChecks(Hook):
                 self._events.emit("sdc", "slice_copy_changed", step=step, slice=due)
                 logger.warning("step %d: the copy of a slice of the state has changed, and the state has not", step)
 
-    def take_unclipped(self) -> None:
+    def copy_unclipped(self) -> None:
         """Copy this rank's slice of the gradient that the optimizer is about to clip."""
         if self._looks:
             with self._budget.slices:
-                self._updates.take_unclipped()
+                self._updates.copy_unclipped()
 
     def after_optimizer_step(self, engine: StepEngine) -> None:
         """Check the update, agree on what was found, and settle it.
@@ -687,12 +687,12 @@ class SliceChecks(Hook):
         """
         if self._looks:
             self._finish(engine)
-        self._keep(engine.step_number + 1)
+        self._snapshot(engine.step_number + 1)
 
-    def _keep(self, following: int) -> None:
+    def _snapshot(self, following: int) -> None:
         """Keep the slice at which the following step looks."""
         with self._budget.slices:
-            self._updates.keep(self._turn.number if self._budget.cadence.slices(following) else None)
+            self._updates.snapshot(self._turn.number if self._budget.cadence.slices(following) else None)
 
     def _finish(self, engine: StepEngine) -> None:
         step = engine.step_number
@@ -702,7 +702,7 @@ class SliceChecks(Hook):
             found = {SUMS: self._wrong_sum is not None, KEPT_STATE: self._updates.changed is not None}
             not_stepped = checked.due is not None and checked.own is None
             found |= {UPDATES: claim is not None, MISSED: not self._is_whole or engine.is_skipped or not_stepped}
-            used = self._used.take()
+            used = self._used.pop_digest()
             agreed = compare_replicas({SETTINGS: used}, found, engine.dims, self._host_group)
         sums, states, updates = (agreed.raised[tier] for tier in (SUMS, KEPT_STATE, UPDATES))
         self._missed = agreed.raised[MISSED]
@@ -746,14 +746,14 @@ class SliceChecks(Hook):
 
         if self._act(step, find):
             named = {ruling.rank for ruling in rulings} & self._owners  # a checker's own slice is another
-            failed = engine.dims.rank in named and not self._updates.put(checked)
+            failed = engine.dims.rank in named and not self._updates.write_recomputed(checked)
             failing = [rank for rank, one in enumerate(gather_objects(failed, self._host_group)) if one]
             if failing:
-                self._act(step, lambda earlier: self._not_held(step, failing, rulings))
+                self._act(step, lambda earlier: self._failed_repair(step, failing, rulings))
             engine.optimizer.update_lp_params()
         return bool(rulings)
 
-    def _not_held(self, step: int, failing: Collection[int], rulings: Sequence[RankVerdict]) -> Finding:
+    def _failed_repair(self, step: int, failing: Collection[int], rulings: Sequence[RankVerdict]) -> Finding:
         """Finding on repaired slices that are wrong again when they are read."""
         again = [replace(one, verdict=INTERMITTENT, basis=OWN_COPY) if one.rank in failing else one for one in rulings]
         return Finding(UPDATES, None, tuple(again), unrepaired=f"what was put right on ranks {list(failing)} is not")

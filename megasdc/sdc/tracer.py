@@ -72,7 +72,7 @@ class Tracer:
             or address.micro_batch in self._micro_batches
         )
 
-    def take(self) -> Trace:
+    def pop_trace(self) -> Trace:
         """The trace recorded since the last call.
 
         Sync: waits for the device once.

@@ -89,7 +89,7 @@ class UsedSettings:
                 self._used[self._numbers[id(flat)]] = settings, float(count) + 1
 
     @property
-    def is_known(self) -> bool:
+    def is_recorded(self) -> bool:
         """Whether the optimizer has taken the running step."""
         return self._step == self._engine.step_number
 
@@ -97,7 +97,7 @@ class UsedSettings:
         """Hyperparameters of a group in the running step, and the step's number by the optimizer's count, from 1."""
         return self._used[number]
 
-    def take(self) -> int:
+    def pop_digest(self) -> int:
         """Digest of the settings of the last step, unsigned, 64 bits; ``NONE`` where it was taken before.
 
         Sync: waits for the device.
@@ -123,7 +123,7 @@ class UsedSettings:
         Collective: all ranks of the world.
         Sync: waits for the device.
         """
-        own, dims = self.own(step), self._engine.dims
+        own, dims = self.settings_of(step), self._engine.dims
         sent = gather_objects(own, self._group)
         rulings: list[RankVerdict] = []
         for ranks in dims.positions:
@@ -142,7 +142,7 @@ class UsedSettings:
                 )
         return Finding(SETTINGS, None, tuple(rulings), dims.world_size * len(own.bits))
 
-    def own(self, step: int) -> Own:
+    def settings_of(self, step: int) -> Own:
         """Settings that this rank used in a step; empty where that is not the last step that the optimizer took.
 
         Sync: waits for the device.

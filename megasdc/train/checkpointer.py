@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.async_save import GIB, DiskSaver, save_checkpoint, why_not
+from megasdc.checkpoint.disk_saver import GIB, DiskSaver, save_checkpoint, why_not
 from megasdc.checkpoint.files import Fence
 from megasdc.checkpoint.host_memory import (
     RESTORE,

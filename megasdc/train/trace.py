@@ -46,7 +46,7 @@ class TraceRecorder(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Append the step's checksums; the first time also if there are none, so that every rank has a file."""
-        trace = self._tracer.take()
+        trace = self._tracer.pop_trace()
         if trace or not self._trace.is_open:
             self._trace.append(result.step, trace)
 

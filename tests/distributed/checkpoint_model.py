@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megasdc.checkpoint.async_save import save_checkpoint
+from megasdc.checkpoint.disk_saver import save_checkpoint
 from megasdc.checkpoint.load import LoadedState, load_checkpoint
 from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint

@@ -12,7 +12,7 @@ from checkpoint_model import Run
 from harness import run_distributed
 from small_disk import small_disk
 
-from megasdc.checkpoint.async_save import DiskSaver
+from megasdc.checkpoint.disk_saver import DiskSaver
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.ranks import CheckpointGroup

@@ -136,11 +136,11 @@ def test_rank_0_sees_how_far_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     board = StoreMailbox(0, 3)
     collector = Collector(board, 1, told.append)
-    board.tell("alive/1", [1.0, 4])
-    collector.look()
-    board.sign(2)
-    board.tell("report/1", vars(RankReport("b", 1, 1, 0, "done", runs=[{}] * 5)))
-    collector.look()
+    board.write("alive/1", [1.0, 4])
+    collector.poll()
+    board.send_heartbeat(2)
+    board.write("report/1", vars(RankReport("b", 1, 1, 0, "done", runs=[{}] * 5)))
+    collector.poll()
     assert told == [4, 7]
 
 

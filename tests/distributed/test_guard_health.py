@@ -70,14 +70,14 @@ def _phases(folder: str, stages: int) -> list[tuple[int, int, Phase]]:
 
     health.recorder = noting  # type: ignore[method-assign]
     guard = megasdc.attach(engine, {"logging": {"run_dir": folder}, **OFF})
-    assert health.is_told
+    assert health.is_reported
     train(engine, 2, guard.dims.dp_rank)
     told = list(found)
     if stages > 1:
         engine.eval_batch(iter([(torch.randn(2, 3, SIDE, SIDE), torch.zeros(2, dtype=torch.long))] * MICRO_BATCHES))
     assert found[-1][2] == Phase.BETWEEN, "what follows is the user's code"
     guard.close()
-    assert not health.is_told and "backward" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
+    assert not health.is_reported and "backward" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
     count = len(found)
     train(engine, 1, guard.dims.dp_rank)
     assert len(found) == count, "after close nothing is told"

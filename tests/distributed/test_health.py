@@ -165,7 +165,7 @@ def test_ranks_that_were_killed_are_shown_where_they_were(tmp_path: Path, data: 
     wait_for_agents(run_dir)
     for path in run_dir.rglob("*.*"):
         os.utime(path, (time.time() - 3600,) * 2)  # an hour later
-    view = RunWatcher(run_dir).look()
+    view = RunWatcher(run_dir).read()
     assert (view.state, view.over, view.step, view.eta_s) == ("gone", True, 3, None)
     (host,) = view.hosts
     assert host.state == "ended" and host.name == socket.gethostname()

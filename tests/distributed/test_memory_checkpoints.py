@@ -14,11 +14,11 @@ from checkpoint_model import Run
 from harness import run_distributed
 
 from megasdc.checkpoint import host_memory
-from megasdc.checkpoint.async_save import why_not
+from megasdc.checkpoint.disk_saver import why_not
 from megasdc.checkpoint.host_memory import (
     HELD_FILE,
     Lineage,
-    find_held,
+    find_slots,
     forget,
     mark_verified_up_to,
     rank_folder,
@@ -54,7 +54,7 @@ def _keep(run: Run, saver: MemorySaver) -> str:
 
 def _flip(folder: Path, rank: int, step: int, *, guest: bool) -> None:
     """Flip a bit in what a host holds of a rank."""
-    for slot in find_held(folder, RUN)[0]:
+    for slot in find_slots(folder, RUN)[0]:
         if (slot.record.rank, slot.record.step, slot.is_guest) == (rank, step, guest):
             path = slot.folder / next(one.name for one in slot.record.files if "optim" in one.name)
             content = bytearray(path.read_bytes())
@@ -169,7 +169,7 @@ def _kill_idle_writer(base: str) -> tuple[str | None, list[int]]:
     run.train(1)
     _keep(run, saver)
     saver.close()
-    found = find_held(Path(base) / "host0", RUN)[0]
+    found = find_slots(Path(base) / "host0", RUN)[0]
     return told, sorted(one.record.rank for one in found if one.is_guest and one.record.step == 3)
 
 

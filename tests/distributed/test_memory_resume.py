@@ -23,7 +23,7 @@ from whole_runs import (
 )
 
 from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.host_memory import HELD_FILE, RESTORE, find_held, mark_verified_up_to, memory_folder
+from megasdc.checkpoint.host_memory import HELD_FILE, RESTORE, find_slots, mark_verified_up_to, memory_folder
 from megasdc.checkpoint.in_memory import MemorySaver
 from megasdc.checkpoint.ranks import FolderRanks
 from megasdc.checkpoint.records import write_record
@@ -91,13 +91,13 @@ def _run_of(run_dir: Path) -> str:
 
 def _steps_held(memory: Path, run: str) -> list[int]:
     """Steps of which both ranks hold their files."""
-    held = {(one.record.step, one.record.rank) for one in find_held(memory, run)[0]}
+    held = {(one.record.step, one.record.rank) for one in find_slots(memory, run)[0]}
     return sorted(step for step, rank in held if rank == 0 and (step, 1) in held)
 
 
 def _spoil(memory: Path, run: str, step: int) -> None:
     """Make rank 1's optimizer state of a step one that DeepSpeed cannot load, with the digest of what it is now."""
-    (slot,) = (one for one in find_held(memory, run)[0] if (one.record.step, one.record.rank) == (step, 1))
+    (slot,) = (one for one in find_slots(memory, run)[0] if (one.record.step, one.record.rank) == (step, 1))
     name = next(one.name for one in slot.record.files if "optim_states" in one.name)
     content: dict[str, Any] = torch.load(slot.folder / name, weights_only=False)
     content["optimizer_state_dict"].pop("base_optimizer_state")

@@ -234,8 +234,8 @@ def _without_copies(config: str) -> tuple[int, str | None]:
     """Body of a rank that keeps no copy of the state for the next step, as where the cadence has just changed."""
     from megasdc.sdc.slice_checks import UpdateSlices
 
-    keep = UpdateSlices.keep
-    UpdateSlices.keep = lambda self, turn: keep(self, None)  # type: ignore[method-assign]
+    keep = UpdateSlices.snapshot
+    UpdateSlices.snapshot = lambda self, turn: keep(self, None)  # type: ignore[method-assign]
     return pretrain_rank(config, [])
 
 

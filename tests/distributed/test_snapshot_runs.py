@@ -10,7 +10,7 @@ import pytest
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.checkpoint.async_save import Snapshot
+from megasdc.checkpoint.disk_saver import Snapshot
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS = 8

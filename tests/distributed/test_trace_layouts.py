@@ -60,7 +60,7 @@ def _record(model: dict[str, Any], tensor: int, pipeline: int, steps: int = 1, *
     observer = Observer(engine, list_submodules(engine.module), [tracer])
     train_steps(engine, 1, steps)
     observer.close()
-    return gather_objects(tracer.take())
+    return gather_objects(tracer.pop_trace())
 
 
 def _run(model: dict[str, Any], layout: tuple[int, int, int], **options: Any) -> RunTraces:
@@ -179,7 +179,7 @@ def _swapped(swap: bool) -> Any:
         engine.dims = dims
     engine.train_step(iter(batches))
     observer.close()
-    return gather_objects(tracer.take())
+    return gather_objects(tracer.pop_trace())
 
 
 def test_the_replica_does_not_matter() -> None:
@@ -221,7 +221,7 @@ def _write_with_change(folder: str, model: dict[str, Any], phase: str | None, fq
     writer = TraceWriter(trace_path(Path(folder), rank, 1), {**_header(engine.dims.layout), "rank": rank})
     for step in (1, 2):
         train_steps(engine, step, 1)
-        writer.append(tracer.take())
+        writer.append(tracer.pop_trace())
     observer.close()
     writer.close()
 

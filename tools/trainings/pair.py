@@ -16,7 +16,7 @@ from megasdc.attached.record import ResultRecorder, choose_watched
 from megasdc.common.addresses import Address
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.incident import Opinion
-from megasdc.sdc.referee.referee import Hearing, heard
+from megasdc.sdc.referee.referee import Hearing, judge_exhibits
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import RankVerdict, find_differences, settle
 from megasdc.sdc.vote import vote
@@ -120,7 +120,7 @@ class Side:
         def repeat() -> dict[int, int]:
             return {self.rank: self.compute().checksums[place]}
 
-        return self.referee.show(address, values, repeat)
+        return self.referee.exhibits(address, values, repeat)
 
 
 def draw_batch(precision: str, seed: int) -> Batch:
@@ -160,7 +160,7 @@ def judge_pair(sides: tuple[Side, Side]) -> Judged | None:
         return None
     (address, place, values), *_ = found
     repeats = {(side.rank, place): [side.compute().checksums[place] for _ in range(1)] for side in sides}
-    opinion = _hear([heard(address, values, side.show(address, values, place)) for side in sides])
+    opinion = _hear([judge_exhibits(address, values, side.show(address, values, place)) for side in sides])
     refereed = {(rank, place): within for rank, within in opinion.within.items()}
     return Judged(address, opinion, settle(ballot, repeats, None, (), refereed, {place: opinion.basis}))
 

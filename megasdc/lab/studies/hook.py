@@ -510,7 +510,7 @@ class Study(Hook):
         self.in_step: ParameterSync | None = None
         mode, submodules = self.section.mode, list_submodules(run.engine.module)
         if mode == COMPUTATION_SYNC:
-            self._results = ResultSync(self.section, bridge, self._log.tell)
+            self._results = ResultSync(self.section, bridge, self._log.write)
             self._fqns = frozenset(one.fqn for one in submodules)
         else:
             self._distances = ShardNorms(run.engine.optimizer, submodules, run.dims.tp_rank, bridge, run.host_group)
@@ -526,7 +526,7 @@ class Study(Hook):
 
     def _write_start(self, run: Run) -> None:
         launch, dims = self._launch, run.dims
-        self._log.tell(
+        self._log.write(
             "start",
             run.step,
             mode=launch.section.mode,
@@ -549,7 +549,7 @@ class Study(Hook):
         losses = [loss for (loss,) in self._bridge.gather([result.loss])]
         trusted = losses[self.section.trusted]
         if run.dims.rank == 0:
-            self._log.tell("loss", run.step, loss=result.loss, trusted_loss=trusted)
+            self._log.write("loss", run.step, loss=result.loss, trusted_loss=trusted)
         self._agree_to_stop(run)
         due = run.step % self.section.interval == 0 or run.is_last_step
         saves = bool(self._save_interval) and run.step % self._save_interval == 0
@@ -577,7 +577,7 @@ class Study(Hook):
         if self._launch.world.rank != 0:
             return
         for one in distances:
-            self._log.tell(kind, step, **vars(one), ratio=one.ratio)
+            self._log.write(kind, step, **vars(one), ratio=one.ratio)
 
     def _evaluate(self, run: Run) -> None:
         """Evaluate this replica's model, and count the tokens that it predicts differently from the trusted one."""
@@ -601,7 +601,7 @@ class Study(Hook):
         if run.dims.rank != 0:
             return
         tokens, disagreeing, correct, trusted_correct = (round(count) for count in counts.tolist())
-        self._log.tell(
+        self._log.write(
             "evaluation",
             run.step,
             loss=loss,

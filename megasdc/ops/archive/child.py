@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from megasdc.checkpoint.files import held_for_reading
+from megasdc.checkpoint.files import read_lock
 
 
 class PushProcess:
@@ -34,7 +34,7 @@ class PushProcess:
         command = [sys.executable, "-m", "megasdc.ops.archive.background", str(checkpoint), address, "--run", run]
         command += ["--keep-last", str(keep_last), "--parent", str(os.getpid())]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the answer
-        with held_for_reading(checkpoint) as held:  # the process inherits it: no save deletes the checkpoint meanwhile
+        with read_lock(checkpoint) as held:  # the process inherits it: no save deletes the checkpoint meanwhile
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -45,7 +45,7 @@ class PushProcess:
             )
         self._schedule(os.SCHED_IDLE, psutil.IOPRIO_CLASS_IDLE)
 
-    def answer(self) -> dict[str, Any] | None:
+    def poll_report(self) -> dict[str, Any] | None:
         """The report of the push or its error; None: it goes on. Not to be called again after an answer."""
         code = self._process.poll()
         if code is None:

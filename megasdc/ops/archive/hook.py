@@ -81,7 +81,7 @@ class Archiver(Hook):
 
     def on_start(self, run: Run) -> None:
         """What an earlier start saved and may not have archived comes first."""
-        self._look(run)
+        self._queue_new(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Look for new checkpoints, and for the end of a push; start the next."""
@@ -91,12 +91,12 @@ class Archiver(Hook):
             changed_ns = 0
         if changed_ns != self._changed_ns:
             self._changed_ns = changed_ns
-            self._look(run)
+            self._queue_new(run)
         self._go_on(run)
 
     def on_end(self, run: Run) -> None:
         """Wait for what is still to be pushed, for 10 minutes at most; not at all where the run is hurried."""
-        self._look(run)
+        self._queue_new(run)
         self._go_on(run)
         if self._going is None:
             return
@@ -126,7 +126,7 @@ class Archiver(Hook):
         going = [] if self._going is None else [self._going.step]
         return "steps " + ", ".join(map(str, [*going, *self._waiting]))
 
-    def _look(self, run: Run) -> None:
+    def _queue_new(self, run: Run) -> None:
         """Queue the checkpoints that were not there before."""
         for step in list_steps(self._folder):
             if step in self._seen or step in run.skipped_checkpoint_steps or step > run.step:
@@ -150,9 +150,9 @@ class Archiver(Hook):
     def _go_on(self, run: Run) -> None:
         """Take the answer of the push that goes on; start the next, the oldest first."""
         if self._going is not None:
-            if (answer := self._going.process.answer()) is None:
+            if (answer := self._going.process.poll_report()) is None:
                 return
-            self._tell(run, self._going, answer)
+            self._report_push(run, self._going, answer)
             self._going = None
         for step in list(self._waiting):
             path = self._folder / step_folder(step)
@@ -178,7 +178,7 @@ class Archiver(Hook):
             return
         self._going = _Going(step, process, time.monotonic())
 
-    def _tell(self, run: Run, going: _Going, answer: dict[str, Any]) -> None:
+    def _report_push(self, run: Run, going: _Going, answer: dict[str, Any]) -> None:
         if "error" in answer:
             self._fail(run, going.step, answer["error"], answer.get("exit_code"))
             return

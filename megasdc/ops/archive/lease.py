@@ -35,7 +35,7 @@ class OwnLease:
         self._text = text_of(Lease(format_version=FORMAT_VERSION, kind=kind, what=f"{what} ({host})"))
         self._ended = threading.Event()
         self.renew()
-        self._thread = threading.Thread(target=self._keep, name="lease of an archive", daemon=True)
+        self._thread = threading.Thread(target=self._renew_periodically, name="lease of an archive", daemon=True)
         self._thread.start()
 
     def renew(self) -> None:
@@ -73,7 +73,7 @@ class OwnLease:
         except CheckpointError:
             return name
 
-    def _keep(self) -> None:
+    def _renew_periodically(self) -> None:
         while not self._ended.wait(RENEW_S):
             with contextlib.suppress(StorageError):  # until it is stale, the next minute may still do it
                 self.renew()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, held_for_reading, list_steps, step_folder, step_of
+from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, list_steps, read_lock, step_folder, step_of
 from megasdc.checkpoint.manifest import FileRecord, Manifest, describe_file, has_marker, read_manifest, write_manifest
 from megasdc.checkpoint.verify import VERIFIED_FILE, check_file, reading
 from megasdc.common.errors import CheckpointError, ConfigError
@@ -227,7 +227,7 @@ def push_checkpoint(
     folder = find_pushed_checkpoint(Path(path))
     name = check_name(run or _run_of(folder), "the id of a run")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(held_for_reading(folder))
+        stack.enter_context(read_lock(folder))
         manifest = read_manifest(folder)
         if not has_marker(folder, manifest):
             raise CheckpointError(f"{folder} is not complete: not every node finished the save; push another step")
@@ -348,7 +348,7 @@ class _Push:
         with bar as advance, ThreadPoolExecutor(self.workers, thread_name_prefix="push") as pool:
             try:
                 files = [self._store_file(record, sizes[_name_of(record)], pool, advance) for record in records]
-                self._settle(0)
+                self._wait_for_blocks(0)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
@@ -405,7 +405,7 @@ class _Push:
         self.report.new_bytes += len(raw)
         moment = place.moment if place is not None and self.source.quantized is not None else None
         width = 1 if place is None else place.width
-        self._settle(2 * self.workers)
+        self._wait_for_blocks(2 * self.workers)
 
         def store() -> int:
             stored = encode_block(raw, width, moment)
@@ -414,7 +414,7 @@ class _Push:
 
         self.waiting.append(pool.submit(store))
 
-    def _settle(self, most: int) -> None:
+    def _wait_for_blocks(self, most: int) -> None:
         """Wait until at most so many blocks are being stored; raises what one raised."""
         while len(self.waiting) > most:
             self.report.stored_bytes += self.waiting.popleft().result()

@@ -64,7 +64,7 @@ class Store:
 
     def read(self, name: str, limit: int) -> bytes | None:
         """The content of a file, of at most ``limit`` bytes and one more; None: there is no such file."""
-        with self._told(f"read {name}", self._unreadable):
+        with self._storage_errors(f"read {name}", self._unreadable):
             try:
                 if self.local is not None:
                     with open(self._path(name), "rb") as file:
@@ -76,7 +76,7 @@ class Store:
     def write(self, name: str, content: bytes) -> None:
         """Write a file so that it is there whole or not at all, also after a kill."""
         path = self._path(name)
-        with self._told(f"write {name}"):
+        with self._storage_errors(f"write {name}"):
             if self.local is not None:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 with replacing(Path(path), "wb") as file:
@@ -93,7 +93,7 @@ class Store:
     def delete(self, names: list[str]) -> None:
         """Delete files; those that are not there any more do not matter."""
         for name in names:
-            with self._told(f"delete {name}"), contextlib.suppress(FileNotFoundError):
+            with self._storage_errors(f"delete {name}"), contextlib.suppress(FileNotFoundError):
                 if self.local is None:
                     self._files.rm_file(self._path(name))
                 else:
@@ -105,7 +105,7 @@ class Store:
 
     def modified(self, name: str) -> float | None:
         """When a file was written, in seconds by the store's own clock; None: there is no such file."""
-        with self._told(f"look at {name}"):
+        with self._storage_errors(f"look at {name}"):
             try:
                 return float(self._files.modified(self._path(name)).timestamp())
             except FileNotFoundError:
@@ -124,7 +124,7 @@ class Store:
 
     def _find(self, folder: str) -> Iterator[tuple[str, int]]:
         start = len(self._path(""))
-        with self._told(f"list {folder}", self._unreadable):
+        with self._storage_errors(f"list {folder}", self._unreadable):
             try:
                 found: dict[str, Any] = self._files.find(self._path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
@@ -133,7 +133,7 @@ class Store:
             yield path[start:], int(info["size"] or 0)
 
     @contextlib.contextmanager
-    def _told(self, doing: str, kind: type[MegasdcError] = StorageError) -> Iterator[None]:
+    def _storage_errors(self, doing: str, kind: type[MegasdcError] = StorageError) -> Iterator[None]:
         """Turn whatever a file system raises into an error that names the place; missing files pass."""
         try:
             yield

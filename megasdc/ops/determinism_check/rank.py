@@ -101,7 +101,7 @@ def _observe(engine: Any) -> Callable[[int], Trace]:
         return lambda step: _states(engine, step, checksums)
     tracer = Tracer(checksums, TraceSection.model_validate({}))
     Observer(engine, submodules, [tracer])  # lives as long as the process
-    return lambda _step: tracer.take()
+    return lambda _step: tracer.pop_trace()
 
 
 def _states(engine: Any, step: int, checksums: Any) -> Trace:

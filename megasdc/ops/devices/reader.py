@@ -143,7 +143,7 @@ class DeviceReader:
         """Wait until there is a reading or a problem; whether there is."""
         return self._first.wait(timeout_s)
 
-    def look(self) -> ReaderState:
+    def latest_state(self) -> ReaderState:
         """What is known; never waits for a reading."""
         with self._lock:
             answered = self._answered_at is not None
@@ -159,7 +159,7 @@ class DeviceReader:
         try:
             source = self._open()
             while not self._closed.is_set():
-                self._keep(source.read())
+                self._record(source.read())
                 self._first.set()
                 self._wait(source)
             source.close()
@@ -175,7 +175,7 @@ class DeviceReader:
             if source.wait(min(left, _WAIT_S)):
                 until = min(until, time.monotonic() + _WAIT_S)
 
-    def _keep(self, readings: list[DeviceReading]) -> None:
+    def _record(self, readings: list[DeviceReading]) -> None:
         with self._lock:
             self._answered_at = time.monotonic()
             for reading in readings:

@@ -205,7 +205,7 @@ class Telemetry:
     def survey(self) -> Survey:
         """All that is known."""
         nodes = sorted(path.name for path in (self._root / "dev").glob("nvidia[0-9]*"))
-        return Survey(socket.gethostname(), [reader.look() for reader in self._readers], nodes)
+        return Survey(socket.gethostname(), [reader.latest_state() for reader in self._readers], nodes)
 
     def as_dict(self) -> dict[str, Any]:
         """All that is known, as plain values."""

@@ -57,13 +57,13 @@ class StoreMailbox:
                 self._store = join_store(Identity.own(rank, world, None), START_S)
             except HangError as error:
                 raise LaunchError(str(error)) from error
-        self.sign()
+        self.send_heartbeat()
 
-    def sign(self, runs: int = 0) -> None:
+    def send_heartbeat(self, runs: int = 0) -> None:
         """Send rank 0 a sign of life, with the number of runs that this rank has done."""
-        self.tell(f"alive/{self.rank}", [time.time(), runs])
+        self.write(f"alive/{self.rank}", [time.time(), runs])
 
-    def tell(self, name: str, message: Any) -> None:
+    def write(self, name: str, message: Any) -> None:
         """Write a message."""
         with self._store_errors():
             self._store.set(name, json.dumps(message))
@@ -83,11 +83,11 @@ class StoreMailbox:
         while (message := self.read(name)) is None:
             if time.monotonic() > deadline:
                 raise PeerError(f"{what} within {START_S:.0f} s")
-            self.sign()
+            self.send_heartbeat()
             time.sleep(POLL_S)
         return message
 
-    def leave(self, readers: int) -> None:
+    def wait_for_readers(self, readers: int) -> None:
         """Wait until all ``readers`` of the last message, this rank too, have read it, for at most ``GRACE_S`` seconds.
 
         The launcher ends all ranks of a host as soon as one of them ends with a non-zero exit code, and the store ends
@@ -150,23 +150,23 @@ def verify_as_launched(
         raise LaunchError(
             f"the launcher's environment lacks {error}; start this with the deepspeed launcher"
         ) from error
-    plan = _make_plan(board, golden, faults) if rank == 0 else _take_plan(board)
+    plan = _make_plan(board, golden, faults) if rank == 0 else _wait_for_plan(board)
     report = RankReport(socket.gethostname(), rank, *divmod(rank, layout_size(plan)))
     request = {"repeats": repeats, "minutes": minutes, "timeout_s": timeout_s, "drill": plan["drill"]}
     total = None if minutes is not None else world * repeats * plan["cases"]
     collector = Collector(board, layout_size(plan), lambda runs: on_progress(runs, total))
-    _watch_rank(board, report, golden, plan, request, lambda: None if rank else collector.look())
-    board.tell(f"report/{rank}", asdict(report))
+    _watch_rank(board, report, golden, plan, request, lambda: None if rank else collector.poll())
+    board.write(f"report/{rank}", asdict(report))
     if rank:
-        return _take_verdict(board)
+        return _wait_for_verdict(board)
     reports = collector.wait()
     outcome = judge_reports(reports, plan)
     try:
         on_result(outcome)
     finally:
         readers = sum(one.ended != "absent" for one in reports)
-        board.tell("verdict", {"exit_code": outcome.exit_code, "readers": readers})
-        board.leave(readers)
+        board.write("verdict", {"exit_code": outcome.exit_code, "readers": readers})
+        board.wait_for_readers(readers)
     return outcome.exit_code
 
 
@@ -182,18 +182,18 @@ def _make_plan(board: StoreMailbox, golden: Path, faults: Path | None) -> dict[s
         drill = None if faults is None else load_drill(faults, header)
         plan = {"layout": header["layout"], "config": header["config"], "cases": len(header["cases"]), "drill": drill}
     except MegasdcError as error:
-        board.tell("plan", {"failed": str(error), "exit_code": error.exit_code})
-        board.leave(board.world)
+        board.write("plan", {"failed": str(error), "exit_code": error.exit_code})
+        board.wait_for_readers(board.world)
         raise
-    board.tell("plan", plan)
+    board.write("plan", plan)
     return plan
 
 
-def _take_plan(board: StoreMailbox) -> dict[str, Any]:
+def _wait_for_plan(board: StoreMailbox) -> dict[str, Any]:
     plan: dict[str, Any] = board.wait("plan", "rank 0 did not report what is verified")
     if "failed" not in plan:
         return plan
-    board.leave(board.world)
+    board.wait_for_readers(board.world)
     error = MegasdcError(f"rank 0 cannot start: {plan['failed']}")
     error.exit_code = plan["exit_code"]
     raise error
@@ -209,16 +209,16 @@ def _watch_rank(
 ) -> None:
     """Verify one rank and fill in its report; errors are reports too."""
 
-    def look() -> None:
-        board.sign(len(report.runs))
+    def report_progress() -> None:
+        board.send_heartbeat(len(report.runs))
         on_look()
 
-    meeting = _hold_meeting(layout_size(plan)) if report.cell_rank == 0 else None
+    meeting = _open_rendezvous(layout_size(plan)) if report.cell_rank == 0 else None
     try:
         file, environment = _join_cell(board, report, golden, plan, meeting)
         with tempfile.TemporaryDirectory(prefix="megasdc_golden_") as scratch:
             asked = {**request, "golden": str(file.resolve()), "folder": scratch}
-            watch_ranks([CellRank(asked, environment, report, request["timeout_s"], fresh=True)], look)
+            watch_ranks([CellRank(asked, environment, report, request["timeout_s"], fresh=True)], report_progress)
     except MegasdcError as error:
         report.ended, report.code, report.detail = "failed", error.exit_code, str(error)
 
@@ -244,7 +244,7 @@ def _join_cell(
             raise TraceError(f"{file} is of layout {header['layout']}, but rank 0's golden trace of {plan['layout']}")
         seat["digest"] = header_digest(header)
     finally:
-        board.tell(f"seat/{report.rank}", seat)  # also after an error, since the other ranks of the cell wait for it
+        board.write(f"seat/{report.rank}", seat)  # also after an error, since the other ranks of the cell wait for it
     size, first = layout_size(plan), report.rank - report.cell_rank
     names = {rank: f"rank {rank} of the same cell" for rank in range(first, first + size)}
     seats = [board.wait(f"seat/{rank}", f"{name} did not start") for rank, name in names.items()]
@@ -258,7 +258,7 @@ def _join_cell(
     return file, environment
 
 
-def _hold_meeting(ranks: int) -> LocalMeeting | HostsMeeting:
+def _open_rendezvous(ranks: int) -> LocalMeeting | HostsMeeting:
     """Where the ranks of a cell meet; of more than one, other hosts may have some, where the launch has other hosts."""
     is_local = ranks == 1 or bool(os.environ.get(MEETING_VARIABLE))
     return LocalMeeting() if is_local else HostsMeeting(own_address_towards(os.environ["MASTER_ADDR"]))
@@ -279,7 +279,7 @@ class Collector:
         self._seen: list[tuple[Any, float]] = [(None, time.monotonic())] * board.world
         """Of each rank its last sign of life, and when that changed."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read new reports and signs of life."""
         for rank in set(range(self._board.world)) - set(self._reports):
             said = self._board.read(f"report/{rank}")
@@ -287,10 +287,10 @@ class Collector:
                 self._reports[rank] = RankReport(**said)
                 self._runs[rank] = len(self._reports[rank].runs)
             else:
-                self._look_for_life(rank)
+                self._check_heartbeat(rank)
         self._on_runs(sum(self._runs))
 
-    def _look_for_life(self, rank: int) -> None:
+    def _check_heartbeat(self, rank: int) -> None:
         sign, now = self._board.read(f"alive/{rank}"), time.monotonic()
         if sign != self._seen[rank][0]:
             self._seen[rank], self._runs[rank] = (sign, now), sign[1]
@@ -301,16 +301,16 @@ class Collector:
 
     def wait(self) -> list[RankReport]:
         """Wait for the reports of all ranks; returns them in order."""
-        self.look()
+        self.poll()
         while len(self._reports) < self._board.world:
             time.sleep(REPORT_S)
-            self.look()
+            self.poll()
         return [self._reports[rank] for rank in range(self._board.world)]
 
 
-def _take_verdict(board: StoreMailbox) -> int:
+def _wait_for_verdict(board: StoreMailbox) -> int:
     """The exit code that rank 0 decided."""
     while (verdict := board.read("verdict")) is None:
         time.sleep(REPORT_S)
-    board.leave(verdict["readers"])
+    board.wait_for_readers(verdict["readers"])
     return int(verdict["exit_code"])

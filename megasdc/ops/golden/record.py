@@ -65,7 +65,7 @@ def record_golden_trace(
             reports = _run(workload, layout, folder, repeats, timeout_s, told, fresh=launch > 0)
             for repeat in range(repeats):
                 for case in range(len(cases)):
-                    _keep(kept, folder, launch, repeat, case, layout, workload)
+                    _compare_with_first(kept, folder, launch, repeat, case, layout, workload)
     golden = Golden(
         key=reports[0].key,
         config=workload.resolved(),
@@ -138,7 +138,7 @@ def _check_not_empty(traces: dict[int, Trace], case: int, layout: ParallelDims, 
     )
 
 
-def _keep(
+def _compare_with_first(
     kept: dict[tuple[int, int], Trace],
     folder: Path,
     launch: int,

@@ -117,9 +117,9 @@ class CellRank:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            self._take(json.loads(line))
+            self._handle_message(json.loads(line))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
         message.pop("time")
         self._pulse_at = time.monotonic()

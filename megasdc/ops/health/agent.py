@@ -44,7 +44,7 @@ from megasdc.ops.health.front.address import FrontAddress, Hello
 from megasdc.ops.health.front.clocks import has_changed
 from megasdc.ops.health.front.link import CoordinatorClient
 from megasdc.ops.health.incident import HangConclusion, conclude
-from megasdc.ops.health.limits import PhaseLimits, keep_durations, load_durations
+from megasdc.ops.health.limits import PhaseLimits, load_durations, save_durations
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.shared_folder_heartbeat import OwnState, SharedFolderHeartbeat, node_name
 from megasdc.ops.health.watched import WatchedRanks
@@ -253,26 +253,26 @@ class Agent:
         self._disk = disk = RetryingWorker("disk", [self._board.exchange, self._journal.flush])
         network = None if self._link is None else RetryingWorker("network", [self._link.exchange])
         self._threads = [disk, *([] if network is None else [network])]
-        self._note("begins")
+        self._log_positions("begins")
         looked_at = time.monotonic()
         keep_at = looked_at + KEEP_S
         while True:
             time.sleep(POLL_S)
             if (paused_s := time.monotonic() - looked_at) > PAUSE_S:
                 self._ranks.count_from_now()
-                self._note(f"this host, or its agent, stood still for {paused_s:.0f} s")
+                self._log_positions(f"this host, or its agent, stood still for {paused_s:.0f} s")
             looked_at = time.monotonic()
-            self._ranks.look()
+            self._ranks.update()
             if self._ranks.ended:
                 break
             if looked_at >= keep_at:
-                self._keep_durations()
+                self._save_durations()
                 keep_at = looked_at + KEEP_S
             self._watch_for_standstill()
             self._leave_clock()
-            self._note()
+            self._log_positions()
             if (conclusion := self._conclusion()) is not None:
-                self._ranks.end(conclusion, self._note)
+                self._ranks.end(conclusion, self._log_positions)
                 break
         self._finish()
         run, attempt, _ = self._ranks.run.rsplit(".", 2)
@@ -287,11 +287,11 @@ class Agent:
         limits = self._limits()
         stuck = self._ranks.are_stuck(limits)
         if stuck and self._report is None:
-            self._report = self._ask(limits)
+            self._report = self._build_report(limits)
         elif not stuck and self._report is not None:  # it was slow, not stuck
             self._report = None
-            self._note("moved again")
-        self._tell(OwnState(self._report, problem=self._problem()))
+            self._log_positions("moved again")
+        self._publish(OwnState(self._report, problem=self._problem()))
 
     def _leave_clock(self) -> None:
         """Leave for the host's first rank how its clocks differ from those of the front, where that has changed."""
@@ -302,7 +302,7 @@ class Agent:
         with suppress(OSError), replacing(self._options.folder / CLOCK_FILE) as file:
             json.dump(clock, file)
 
-    def _ask(self, limits: PhaseLimits) -> dict[str, Any] | None:
+    def _build_report(self, limits: PhaseLimits) -> dict[str, Any] | None:
         """What is known of the ranks and this host; None: a rank has just moved."""
         known, also = self._ranks.report(limits), {"launch": self._options.launch}
         return None if known is None else {**known, **also, "devices": self._telemetry.as_dict()}
@@ -311,7 +311,7 @@ class Agent:
         """What keeps this agent from its work; empty: nothing."""
         return "; ".join(f"{thread.name}: {thread.problem}" for thread in self._threads if thread.problem)
 
-    def _tell(self, state: OwnState) -> None:
+    def _publish(self, state: OwnState) -> None:
         self._board.own = state
         if self._link is not None:
             self._link.own = state
@@ -331,7 +331,7 @@ class Agent:
         self._disk.once(self._own.write)
         return self._own.leave
 
-    def _note(self, note: str = "") -> None:
+    def _log_positions(self, note: str = "") -> None:
         """Take down where the ranks are, with what has happened."""
         devices, changes = self._telemetry.line()
         more: dict[str, Any] = {"devices": devices}
@@ -347,10 +347,10 @@ class Agent:
         """Tell the others, keep what the next start can use, remove the records."""
         gone = [rank.identity.rank for rank in self._ranks if rank.state == GONE and rank.progress.phase != Phase.DONE]
         if gone and self._report is None:
-            self._report = self._ask(self._limits())  # that they are gone, for hosts that wait for them
-        self._keep_durations()
-        self._note(f"ends; rank {', '.join(map(str, gone))} had gone before its last step" if gone else "ends")
-        self._tell(OwnState(self._report, ended=True, problem=self._problem()))
+            self._report = self._build_report(self._limits())  # that they are gone, for hosts that wait for them
+        self._save_durations()
+        self._log_positions(f"ends; rank {', '.join(map(str, gone))} had gone before its last step" if gone else "ends")
+        self._publish(OwnState(self._report, ended=True, problem=self._problem()))
         shutil.rmtree(self._options.folder, ignore_errors=True)
         self._journal.close()
         self._disk.once(self._board.exchange)
@@ -360,16 +360,16 @@ class Agent:
         if self._link is not None:
             self._link.close()
 
-    def _keep_durations(self) -> None:
+    def _save_durations(self) -> None:
         """Keep how long phases take for the next start; by the first host."""
         if self._options.node == 0:
             durations = self._ranks.durations(self._kept)
-            self._disk.once(lambda: keep_durations(self._health / DURATIONS_FILE, durations))
+            self._disk.once(lambda: save_durations(self._health / DURATIONS_FILE, durations))
 
     def _alert(self) -> None:
         """Give the incident that this agent has concluded to the user's command."""
         if self._own is not None and (problem := alert(self._options.alert_command, self._own.path, self._own.text)):
-            self._note(problem)
+            self._log_positions(problem)
 
 
 def _first_steps(folder: Path) -> dict[int, int]:

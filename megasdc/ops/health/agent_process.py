@@ -79,7 +79,7 @@ class AgentProcess:
             self.news.append(("unwatched", problem))
         return not problem
 
-    def _look_at_clock(self) -> None:
+    def _read_clock(self) -> None:
         """Take how the clocks of this host differ from those of the front, as its agent has left it."""
         with contextlib.suppress(OSError, ValueError):
             clock = read_own_json(self._options.folder / CLOCK_FILE)
@@ -87,25 +87,25 @@ class AgentProcess:
                 self.clocks.append(clock)
                 self._clock = clock
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Start it again if it has ended, at most three times; wake it where a signal has stopped it, or end it."""
         if self._ended or time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + LOOK_S
-        self._look_at_clock()
+        self._read_clock()
         if self._lives():
             return
         if self._restarts == MAX_RESTARTS:
             self._ended = True
             problem = f"its agent has ended {MAX_RESTARTS + 1} times; see {self._log}"
             self.news.append(("unwatched", problem))
-            self._tell_others(OwnState(problem=problem, unwatched=True))
+            self._publish_for_agent(OwnState(problem=problem, unwatched=True))
             return
         self._restarts += 1
         if self.start():
             self.news.append(("agent_restarted", f"its agent had ended, see {self._log}, and was started again"))
 
-    def _tell_others(self, own: OwnState) -> None:
+    def _publish_for_agent(self, own: OwnState) -> None:
         """In the agent's stead: a host of which nothing is heard would be taken for lost."""
         options = self._options
         with contextlib.suppress(OSError):  # without the folder, or the front, nobody is there to be told

@@ -47,8 +47,8 @@ class GuardPhases(Protection):
         self._engine = engine = training.engine
         self._undo = ExitStack()
         dims = training.dims
-        health.take(pp_rank=dims.pp_rank, tp_rank=dims.tp_rank, dp_rank=dims.dp_rank)
-        self._undo.callback(health.let_go)
+        health.acquire(pp_rank=dims.pp_rank, tp_rank=dims.tp_rank, dp_rank=dims.dp_rank)
+        self._undo.callback(health.release)
         self._recorders = {phase: health.recorder(phase) for phase in Phase}
         self._is_pipeline = hasattr(engine, "_INSTRUCTION_MAP")
         if self._is_pipeline:
@@ -83,7 +83,7 @@ class GuardPhases(Protection):
                 self.enter(Phase.BETWEEN)
 
         setattr(self._engine, name, call)
-        self._undo.callback(_put_back, self._engine, name, had)
+        self._undo.callback(_restore_method, self._engine, name, had)
 
     def _watch_calls(self) -> None:
         model = self._engine.module
@@ -204,7 +204,7 @@ class GuardStragglers(Protection):
         return float(begin.elapsed_time(end)) / 1000
 
 
-def _put_back(engine: Any, name: str, method: Any) -> None:
+def _restore_method(engine: Any, name: str, method: Any) -> None:
     """Give an engine the method that it had of its own; None: that of its class."""
     if method is None:
         vars(engine).pop(name, None)

@@ -76,6 +76,6 @@ def load_durations(path: Path) -> Durations:
     return found if all(len(counts) == BUCKETS for counts in found.values()) else {}
 
 
-def keep_durations(path: Path, durations: Mapping[Phase, Sequence[int]]) -> None:
+def save_durations(path: Path, durations: Mapping[Phase, Sequence[int]]) -> None:
     """Keep durations for the next process."""
     write_durably(path, json.dumps({phase.name: list(counts) for phase, counts in durations.items()}) + "\n")

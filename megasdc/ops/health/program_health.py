@@ -84,15 +84,15 @@ class ProgramHealth:
             limits = (min(limits_s), limits_s[1], HealthSection().hang_factor, tuple(alert_command))
             options = AgentOptions(self._folder, run_dir.resolve(), node, here, nodes, *limits, launch_id)
             self._agent, self._starts = AgentProcess(options, front, run), True
-        self._watch = RankWatch(self._record, leave, self._look)
+        self._watch = RankWatch(self._record, leave, self._check)
         _current.append(self)
 
     @property
-    def is_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether somebody else tells what this rank does."""
         return self._tellers > 0
 
-    def take(self, **place: int) -> None:
+    def acquire(self, **place: int) -> None:
         """Somebody tells what this rank does, from now until ``let_go``; ``place``: pp_rank, tp_rank, dp_rank."""
         self._tellers += 1
         self._watch.also.update(place)
@@ -107,7 +107,7 @@ class ProgramHealth:
 
         return record
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Who has taken it tells no more what this rank does."""
         self._tellers -= 1
 
@@ -121,26 +121,26 @@ class ProgramHealth:
         self._record.close()
         _current.clear()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._agent is not None:
             if self._starts and all(record_path(self._folder, rank).exists() for rank in self._here):
                 self._starts = False
                 self._agent.start()
             elif not self._starts:
-                self._agent.look()
+                self._agent.check()
             while self._agent.news:
                 logger.warning("health: %s: %s", *self._agent.news.popleft())
         if not self._counts_steps:
-            self._counts_steps = count_steps(self._took)
+            self._counts_steps = count_steps(self._count_step)
         if (joined := joined_collectives()) == self._joined:
             return
         self._joined = joined
-        if not self.is_told:
+        if not self.is_reported:
             self._record.enter(Phase.TRAINING, self._step)
         elif self._phase in SLOW:  # of an engine without a guard, or of the user's own
             self._record.enter(self._phase, self._step)
 
-    def _took(self, step: int) -> None:
+    def _count_step(self, step: int) -> None:
         self._step = step + 1
 
 

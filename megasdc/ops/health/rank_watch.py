@@ -67,7 +67,7 @@ class RankWatch:
             self._record.count()
             if (number := self._record.asked) != self._answered:
                 self._answered = number
-                self._tell(number)
+                self._report_stacks(number)
             try:
                 self._look()
             except Exception:  # whatever is wrong with the agent, this rank can still be asked, and leave
@@ -76,7 +76,7 @@ class RankWatch:
                 self._leave(*leave_message(self._record.folder))
                 return
 
-    def _tell(self, number: int) -> None:
+    def _report_stacks(self, number: int) -> None:
         frames = self._frames()
         answer: dict[str, Any] = {"stacks": stacks(), "where": where(frames), "may_wait": may_wait(frames), **self.also}
         try:
@@ -90,7 +90,7 @@ class RankWatch:
         except OSError as error:
             logger.warning("stacks of this rank could not be written: %s", error)
             return
-        self._record.answer(number)
+        self._record.mark_answered(number)
 
     def _frames(self) -> traceback.StackSummary:
         assert self._main is not None

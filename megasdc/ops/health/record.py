@@ -192,7 +192,7 @@ class HeartbeatWriter:
         """Number of the agent's last request."""
         return self._requests[_ASKED]
 
-    def answer(self, number: int) -> None:
+    def mark_answered(self, number: int) -> None:
         """Tell the agent that its request is answered."""
         self._answered_at = time.monotonic()
         self._requests[_ANSWERED] = number
@@ -267,7 +267,7 @@ class RecordReader:
             phase: list(struct.unpack_from(f"<{BUCKETS}I", self._map, _COUNTS_AT + phase * size)) for phase in Phase
         }
 
-    def ask(self) -> int:
+    def request_stacks(self) -> int:
         """Ask the rank for its stacks; returns the number of the request. ``ValueError`` as ``durations``."""
         self._check_size()
         number = self._requests[_ASKED] + 1
@@ -282,7 +282,7 @@ class RecordReader:
             return self._requests[_ANSWERED]
         return 0
 
-    def tell_to_leave(self) -> None:
+    def request_exit(self) -> None:
         """Tell the rank to end, after ``leave.json`` was written; one whose record was cut off is killed later."""
         with contextlib.suppress(ValueError):
             self._check_size()

@@ -139,7 +139,7 @@ class WatchedRank:
         """Seconds since its last change of phase, as far as they count."""
         return time.monotonic() - max(self.progress.time, self.since)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read where it is, and what its process does; with a damaged record it stays where it was last seen."""
         try:
             self.progress = self.record.read()
@@ -201,10 +201,10 @@ class WatchedRanks:
         """Whether all have finished, or are gone."""
         return all(rank.ended for rank in self._ranks)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read where all are."""
         for rank in self._ranks:
-            rank.look()
+            rank.update()
 
     def durations(self, kept: Mapping[Phase, Sequence[int]]) -> dict[Phase, list[int]]:
         """Counts of durations by phase, with those of earlier starts; none of a record that was cut off."""
@@ -234,18 +234,18 @@ class WatchedRanks:
         for rank in self._ranks:
             if rank.state in (RUNNING, DISK):
                 with contextlib.suppress(ValueError):
-                    asked[rank.identity.rank] = rank.record.ask()
+                    asked[rank.identity.rank] = rank.record.request_stacks()
         now = time.monotonic()
         while time.monotonic() < now + (DISK_S if self._answered(asked) else ANSWER_S):
             time.sleep(0.05)
-        self.look()
+        self.update()
         if any(rank.progress.number != before[rank.identity.rank][0] for rank in self._ranks):
             return None
         states, stacks, addresses = [], {}, set()
         for rank in self._ranks:
             if rank.state == DISK and before[rank.identity.rank][1] != DISK:
                 rank.state = RUNNING  # it has only just begun to wait for it
-            answer = self._answer(rank, asked)
+            answer = self._read_answer(rank, asked)
             stacks[str(rank.identity.rank)] = answer.get("stacks", {})
             limit_s = limits.of(rank.progress, rank.first_step)
             known = connections(rank.identity.pid)
@@ -257,7 +257,7 @@ class WatchedRanks:
     def _answered(self, asked: Mapping[int, int]) -> bool:
         return all(rank.record.answered >= asked.get(rank.identity.rank, 0) for rank in self._ranks)
 
-    def _answer(self, rank: WatchedRank, asked: Mapping[int, int]) -> dict[str, Any]:
+    def _read_answer(self, rank: WatchedRank, asked: Mapping[int, int]) -> dict[str, Any]:
         number = rank.identity.rank
         if number not in asked or rank.record.answered < asked[number]:
             return {}
@@ -279,10 +279,10 @@ class WatchedRanks:
             tell(f"ranks cannot be told to leave, and are killed: {error}")
         else:
             for rank in self._ranks:
-                rank.record.tell_to_leave()
+                rank.record.request_exit()
             self._wait_until_gone(LEAVE_S)
         for rank in self._ranks:
-            rank.look()
+            rank.update()
             if rank.state != GONE:
                 tell(f"rank {rank.identity.rank} did not leave and was killed")
                 with contextlib.suppress(ProcessLookupError):
@@ -296,4 +296,4 @@ class WatchedRanks:
         until = time.monotonic() + limit_s
         while time.monotonic() < until and not all(rank.state == GONE for rank in self._ranks):
             time.sleep(0.1)
-            self.look()
+            self.update()

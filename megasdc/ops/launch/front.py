@@ -329,19 +329,21 @@ def _private_on_hosts(plan: LaunchPlan, away: Mapping[str, str]) -> Iterator[str
     if (variables := environment.private_environment(os.environ)) and plan.request.backend == "pdsh":
         files[private.ENVIRONMENT] = json.dumps(variables)
 
-    def ask(files: dict[str, str] | None, hosts: list[str], timeout_s: float, watch: HostWatch) -> dict[str, str]:
+    def send_files(
+        files: dict[str, str] | None, hosts: list[str], timeout_s: float, watch: HostWatch
+    ) -> dict[str, str]:
         request, program = {"name": name, "files": files}, Path(private.__file__)
         answers = plan.transport.run(hosts, program, request, timeout_s=timeout_s, watch=watch) if hosts else []
         return {answer.host: answer.problem for answer in answers if answer.problem}
 
     hosts = plan.placement.hosts
     try:
-        if refused := ask(files, hosts, PRIVATE_TIMEOUT_S, HostWatch(say=print_front_message)):
+        if refused := send_files(files, hosts, PRIVATE_TIMEOUT_S, HostWatch(say=print_front_message)):
             hosts = [host for host in hosts if host not in refused]
             raise LaunchError("\n".join(f"the secret of the launch was not taken: {text}" for text in refused.values()))
         yield name
     finally:
-        problems = ask(None, [host for host in hosts if host not in away], REMOVAL_TIMEOUT_S, HostWatch())
+        problems = send_files(None, [host for host in hosts if host not in away], REMOVAL_TIMEOUT_S, HostWatch())
         for problem in (*away.values(), *problems.values()):
             print_front_message(f"the secret of the launch, which has ended, may not have been removed: {problem}")
 

@@ -133,12 +133,12 @@ class Ranks:
 
     def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Replacement of ``subprocess.Popen`` in launch.py."""
-        process = _Rank(command, self._look, **options)
+        process = _Rank(command, self._poll, **options)
         self._processes[options["env"]["RANK"]] = process
         self._buffers.append(deepspeed_buffer(options["env"]["RANK"], options["env"]))
         return process
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """launch.py has seen that a rank runs; it looks at each of them every second."""
         now = time.monotonic()
         if now - self._looked_at < 1.0 or any(
@@ -146,7 +146,7 @@ class Ranks:
         ):
             return
         self._looked_at = now
-        self._locks.look(one.pid for one in self._processes.values())
+        self._locks.record_open(one.pid for one in self._processes.values())
         with suppress(OSError, ValueError):
             self._memory.all_run()
 
@@ -161,11 +161,11 @@ class Ranks:
     def end(self, pid: int) -> None:
         """Replacement of ``terminate_process_tree``, with which launch.py ends the ranks after one has failed."""
         try:
-            self.tell_failed()
+            self.report_failed()
         finally:
             self._end(pid)
 
-    def tell_failed(self) -> None:
+    def report_failed(self) -> None:
         """Tell which ranks have failed by themselves, once, before the others are ended.
 
         launch.py looks at them every second, in any order, and stops at the first that has failed: that one may have
@@ -247,7 +247,7 @@ def main() -> None:
     if front:
         follow_parent(expected=int(front))
     ranks = Ranks(MemoryWatch(), rank_variable(sys.argv, EXTENSIONS_VARIABLE))
-    stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)), ranks.tell_failed)
+    stop = PatientStop(float(sys.argv.pop(1).removeprefix(GRACE_OPTION)), ranks.report_failed)
     launch.signal = SimpleNamespace(signal=stop.register, SIGINT=signal.SIGINT, SIGTERM=signal.SIGTERM)
     launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ranks.start})
     launch.terminate_process_tree = ranks.end

@@ -253,8 +253,8 @@ def plan_launch(request: LaunchRequest, tell: Say) -> LaunchPlan:
     if problems or placement is None or options is None:
         raise LaunchError("\n".join(problems))
     program.check_ranks(len(placement.host_of_rank))
-    _tell_left_out(request, placement, tell)
-    _tell_unused(request, options, tell)
+    _report_left_out(request, placement, tell)
+    _report_unused(request, options, tell)
     launch_id = request.launch_id or new_launch_id()
     forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))
     named = {LAUNCH_ID_VARIABLE: launch_id, ENDED_LAUNCHES_VARIABLE: ",".join(request.ended)}
@@ -317,7 +317,7 @@ def _place(request: LaunchRequest) -> Placement:
     return place_on_this_host(request.num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _tell_left_out(request: LaunchRequest, placement: Placement, tell: Say) -> None:
+def _report_left_out(request: LaunchRequest, placement: Placement, tell: Say) -> None:
     """Report the hosts of the hostfile that are not used."""
     if request.hostfile is None:
         return
@@ -326,7 +326,7 @@ def _tell_left_out(request: LaunchRequest, placement: Placement, tell: Say) -> N
         tell(f"not used: {', '.join(left_out)}")
 
 
-def _tell_unused(request: LaunchRequest, options: command.LauncherOptions, tell: Say) -> None:
+def _report_unused(request: LaunchRequest, options: command.LauncherOptions, tell: Say) -> None:
     """Report launcher options that have no effect on this host only."""
     if request.hostfile is not None:
         return

@@ -76,15 +76,15 @@ class StoppedProcesses:
         self.given_up: dict[str, set[int]] = {}
         """Processes that do not end though they were killed, by host."""
 
-    def look(self, hosts: Sequence[str]) -> None:
+    def check(self, hosts: Sequence[str]) -> None:
         """Look on some hosts, not more often than every ``LOOK_STOPPED_S``, in a thread."""
         is_looking = self._looking is not None and self._looking.is_alive()
         if hosts and not is_looking and time.monotonic() >= self._looks_at + LOOK_STOPPED_S:
             self._looks_at = time.monotonic()
-            self._looking = threading.Thread(target=self._look, args=(hosts,), name="stopped", daemon=True)
+            self._looking = threading.Thread(target=self._check_hosts, args=(hosts,), name="stopped", daemon=True)
             self._looking.start()
 
-    def _look(self, hosts: Sequence[str]) -> None:
+    def _check_hosts(self, hosts: Sequence[str]) -> None:
         program, transport = Path(running.__file__), self._plan.transport
         request: dict[str, object] = {"launch_id": self._plan.launch_id, "run_dir": str(self._plan.run_dir.resolve())}
         oldest = time.monotonic() - PAUSE_S - GATHER_TIMEOUT_S
@@ -99,14 +99,14 @@ class StoppedProcesses:
             asked = request | {"kill": kill}
             for answer in transport.run(alike, program, asked, timeout_s=GATHER_TIMEOUT_S) if alike else []:
                 if answer.problem is None:
-                    self._take(answer.host, dict(answer.value), kill)
+                    self._update_host(answer.host, dict(answer.value), kill)
                 elif answer.host not in self._unseen:
                     self._unseen.add(answer.host)
                     print_front_message(
                         f"what does not run on {answer.host} cannot be ended from here: {answer.problem}"
                     )
 
-    def _take(self, host: str, found: dict[int, str], kill: Sequence[int]) -> None:
+    def _update_host(self, host: str, found: dict[int, str], kill: Sequence[int]) -> None:
         """Take down what does not run on a host, of which some were killed just now, and tell what is new."""
         before, now = self._held.get(host, {}), time.monotonic()
         held = {
@@ -163,16 +163,16 @@ class FailureWatch:
     def __call__(self) -> signal.Signals | None:
         """Check the records here, and start reading those of other hosts when due."""
         records = collect(self._plan.run_dir, self._plan.launch_id)
-        self._learn_names(records)
+        self._record_names(records)
         found = {self._there, _how_to_end(records)}
-        self._stopped.look(self._awaited(records, has_failed=found != {None}))
+        self._stopped.check(self._awaited(records, has_failed=found != {None}))
         if signal.SIGINT in found:
             return signal.SIGINT
         waiting = self._asking is not None and self._asking.is_alive()
         if self._plan.transport.remote and not waiting and time.monotonic() >= self._ask_at:
             hosts = _hosts_without(self._plan, records.started)
             if hosts:
-                self._asking = threading.Thread(target=self._ask, args=(hosts,), daemon=True)
+                self._asking = threading.Thread(target=self._read_hosts, args=(hosts,), daemon=True)
                 self._asking.start()
         return next(filter(None, found), None)
 
@@ -188,16 +188,16 @@ class FailureWatch:
         long = [name for name, seconds in self._silent().items() if seconds > limit_s]
         return [self._named[name] for name in long if name in self._named]
 
-    def _learn_names(self, records: LaunchRecords) -> None:
+    def _record_names(self, records: LaunchRecords) -> None:
         host_of_rank = self._plan.placement.host_of_rank
         for rank, one in records.started.items():
             if rank < len(host_of_rank):
                 self._named[one.host] = host_of_rank[rank]
 
-    def _ask(self, hosts: list[str]) -> None:
+    def _read_hosts(self, hosts: list[str]) -> None:
         records = LaunchRecords()
         unreachable = _read_from(self._plan, hosts, records)
-        self._learn_names(records)
+        self._record_names(records)
         self._there = _how_to_end(records) or self._there
         if len(unreachable) == len(hosts):
             self._interval_s = min(2 * self._interval_s, MAX_ASK_HOSTS_S)
@@ -267,7 +267,7 @@ def wait_for_ranks(plan: LaunchPlan, unreachable: set[str]) -> bool:
             print_front_message(
                 f"the launcher has ended, but not all processes that it started; waiting for {_list(running)}"
             )
-        stopped.look([host for host in plan.placement.hosts if host not in unreachable])
+        stopped.check([host for host in plan.placement.hosts if host not in unreachable])
         time.sleep(WAIT_POLL_S)
     return said_at > -math.inf
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
 
     def leave_at_once(code: int, message: str) -> None:
         error = ERRORS_BY_EXIT_CODE.get(code, HangError)(message)
-        _tell(lambda: print(f"rank {rank}: {error}", file=sys.stderr))
+        _try_print(lambda: print(f"rank {rank}: {error}", file=sys.stderr))
         write_done(run_dir, rank, code, error)
         _flush()
         os._exit(code)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     write_started(run_dir, rank, buffer)
     health = _watch(settings, rank, run_dir, leave_at_once)
     atexit.register(leave)  # the first to be registered is the last to be called
-    _after_import("torch.distributed.rendezvous", _keep_store_on_one_address)
+    _after_import("torch.distributed.rendezvous", _bind_store_to_one_address)
     end["code"], end["error"] = _run(settings, extra)
     end["end"] = None if end["code"] else "its program has ended"
     if end["code"]:
@@ -109,7 +109,7 @@ def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
     sys.meta_path.insert(0, Finder())
 
 
-def _keep_store_on_one_address(rendezvous: ModuleType) -> None:
+def _bind_store_to_one_address(rendezvous: ModuleType) -> None:
     """The store of ``env://``, which listens on all addresses else (torch 2.13)."""
     vars(rendezvous)["TCPStore"] = on_one_address(rendezvous.TCPStore)
 
@@ -142,13 +142,13 @@ def _run(settings: Mapping[str, Any], extra: Sequence[str]) -> tuple[int, BaseEx
         code = error.code
         if code is None or isinstance(code, int):
             return int(code or 0) & 0xFF, error if code else None
-        _tell(lambda: print(code, file=sys.stderr))
+        _try_print(lambda: print(code, file=sys.stderr))
         return 1, error
     except KeyboardInterrupt as error:
         return INTERRUPTED, error
     except BaseException as error:
         raised = error.with_traceback(_without_own_frames(error))  # hooks of libraries look there
-        _tell(lambda: sys.excepthook(type(raised), raised, raised.__traceback__))
+        _try_print(lambda: sys.excepthook(type(raised), raised, raised.__traceback__))
         return error.exit_code if isinstance(error, MegasdcError) else 1, error
     return 0, None
 
@@ -172,7 +172,7 @@ def _without_own_frames(error: BaseException) -> TracebackType | None:
     return found
 
 
-def _tell(say: Callable[[], object]) -> None:
+def _try_print(say: Callable[[], object]) -> None:
     """Tell something where that is possible: a stream may be closed, or its other end."""
     with suppress(OSError, ValueError):
         say()
@@ -181,7 +181,7 @@ def _tell(say: Callable[[], object]) -> None:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
-            _tell(stream.flush)
+            _try_print(stream.flush)
 
 
 if __name__ == "__main__":

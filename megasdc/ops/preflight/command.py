@@ -74,7 +74,7 @@ def run_preflight(
     """
     results: list[PreflightFinding] = []
 
-    def keep(name: str, finding: PreflightFinding, began: float) -> None:
+    def add_result(name: str, finding: PreflightFinding, began: float) -> None:
         results.append(replace(finding, name=name, seconds=time.monotonic() - began))
 
     job: Job | None = None
@@ -85,11 +85,11 @@ def run_preflight(
             try:
                 job = stack.enter_context(prepared(request, on_progress))
             except MegasdcError as error:
-                keep("configuration", failed(error), began)
+                add_result("configuration", failed(error), began)
             for name, check in CHECKS.items():
                 if name not in [one.name for one in results]:
                     began = time.monotonic()
-                    keep(name, _make(name, check, job, results), began)
+                    add_result(name, _make(name, check, job, results), began)
                 on_progress("checks", len(results), len(CHECKS))
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -165,7 +165,7 @@ class Job:
         return self.checkpoints or self.folder
 
     @property
-    def num_kept(self) -> int:
+    def num_checkpoints(self) -> int:
         """Checkpoints that the run has at once, with the one that is being written."""
         section, steps = self.config.megasdc.checkpoint, self.config.megasdc.training.steps
         saves = -(-steps // section.interval) if section.interval else 1

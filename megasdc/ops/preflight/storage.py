@@ -45,14 +45,14 @@ def check_storage(job: Job) -> PreflightFinding:
     where = " of each host's folder, this host's" if job.config.megasdc.checkpoint.storage == "node_local" else ""
     text = (
         f"write and sync {size / write_s / 1e6:,.0f} MB/s, read {size / read_s / 1e6:,.0f} MB/s{where}; "
-        f"{decimal(free)} free for {job.num_kept:,} checkpoints of about {decimal(round(predicted))}"
+        f"{decimal(free)} free for {job.num_checkpoints:,} checkpoints of about {decimal(round(predicted))}"
     )
     figures = {
         "write_bytes_per_s": size / write_s,
         "read_bytes_per_s": size / read_s,
         "available_bytes": free,
         "predicted_checkpoint_bytes": predicted,
-        "num_checkpoints": job.num_kept,
+        "num_checkpoints": job.num_checkpoints,
     }
     if problem := too_small(job, predicted, free):
         return PreflightFinding(CheckStatus.FAILED, f"{text}; {problem}", StorageError.exit_code, figures)
@@ -61,12 +61,13 @@ def check_storage(job: Job) -> PreflightFinding:
 
 def too_small(job: Job, checkpoint_bytes: float, free: float) -> str | None:
     """What is wrong where the checkpoints of the run do not fit; None: they do."""
-    needed = job.num_kept * checkpoint_bytes
+    needed = job.num_checkpoints * checkpoint_bytes
     if needed <= free:
         return None
     return (
-        f"{job.num_kept:,} checkpoints need {decimal(round(needed))}, and {decimal(round(free))} are free or theirs: "
-        "free space, lower megasdc.checkpoint.keep_last (0 keeps all), or choose another megasdc.checkpoint.folder"
+        f"{job.num_checkpoints:,} checkpoints need {decimal(round(needed))}, and {decimal(round(free))} are free or "
+        "theirs: free space, lower megasdc.checkpoint.keep_last (0 keeps all), or choose another "
+        "megasdc.checkpoint.folder"
     )
 
 

@@ -359,7 +359,7 @@ def load_ending(folder: Path, events: Sequence[Event], notes: list[str]) -> Laun
     found = [_ending_of(launch, folder, starts.get(launch.name), notes) for launch in launches]
     planned = _planned(folder, notes)
     last = _last_of([one for one in found if one is not None], planned)
-    told = _told_ending(events)
+    told = _reported_ending(events)
     if told is None or last is None:
         return told or last
     if told.launch is None:  # of an earlier version
@@ -401,7 +401,7 @@ def _last_of(endings: Sequence[LaunchEnding], planned: Mapping[str, int]) -> Lau
     return last
 
 
-def _told_ending(events: Sequence[Event]) -> LaunchEnding | None:
+def _reported_ending(events: Sequence[Event]) -> LaunchEnding | None:
     """How the ranks of the last start ended, by their own events; None: none failed since.
 
     Args:

@@ -51,7 +51,7 @@ class StudyLog:
         self._file = LineFile(path)
         self._same = {"replica": replica, "rank": rank}
 
-    def tell(self, kind: str, step: int, **fields: Any) -> None:
+    def write(self, kind: str, step: int, **fields: Any) -> None:
         """Writes a line of a kind, with its fields, see the module; step: first is 1."""
         line = {"kind": kind, "step": step, **self._same, **fields}
         self._file.add((json.dumps({name: _finite(value) for name, value in line.items()}) + "\n").encode())

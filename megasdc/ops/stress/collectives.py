@@ -78,7 +78,7 @@ def contribution(exchange: StressCollective, rank: int) -> Tensor:
     return torch.randint(-most, most + 1, (size,), generator=generator).to(dtype)
 
 
-def known_result(exchange: StressCollective, rank: int) -> Tensor:
+def expected_result(exchange: StressCollective, rank: int) -> Tensor:
     """Correct result of one rank, on the host: [n]; for an all-gather and an all-to-all [ranks n].
 
     A broadcast is from rank ``seed`` modulo the number of ranks.
@@ -194,7 +194,7 @@ def check_group(group: Group, round_number: int, harm: Listener | None = None) -
         given = _harmed(harm, round_number, GIVEN, exchange, given)
         got = group.run(exchange, given)
         got = _harmed(harm, round_number, RECEIVED, exchange, got).cpu()
-        expected = known_result(exchange, group.rank)
+        expected = expected_result(exchange, group.rank)
         compared += 1
         if not torch.equal(as_bits(got), as_bits(expected)):
             wrong += 1

@@ -127,7 +127,7 @@ class SlotDrill:
         """Listeners that count the results of a training run, which has an injector of its own."""
         return [Expectation(self._specs, hidden, self.expected)] if self._specs else []
 
-    def keep(self, injectors: Sequence[Any]) -> None:
+    def collect_tallies(self, injectors: Sequence[Any]) -> None:
         """Adds the tallies of injectors that will be discarded."""
         for injector in injectors:
             self._past = [add_tallies(a, b) for a, b in zip(self._past, injector.tallies, strict=True)]

@@ -48,7 +48,7 @@ class HostWorkers:
         for number in range(self.processes):
             threading.Thread(target=self._listen, args=(number,), daemon=True).start()
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Sends one line to the caller."""
         with self._lock:
             sys.stdout.write(MARK + json.dumps(message) + "\n")
@@ -78,9 +78,9 @@ class HostWorkers:
         process = self._running[number]
         assert process.stdout is not None, "it was given a pipe"
         for line in process.stdout:
-            self.say({"slot": number, **json.loads(line)})
+            self.send({"slot": number, **json.loads(line)})
         code = process.wait()
-        self.say({"slot": number, "ended": code, "tail": _tail(self._logs[number])})
+        self.send({"slot": number, "ended": code, "tail": _tail(self._logs[number])})
 
 
 def _tail(log: BinaryIO) -> str:
@@ -125,7 +125,7 @@ class HostLinks:
         """Waits until every host has started its processes, or is lost."""
         deadline = time.monotonic() + self.timeout_s
         while waiting := set(self._running) - set(self.processes) - set(self.lost):
-            self._take(deadline, waiting)
+            self._next_message(deadline, waiting)
 
     @property
     def alive(self) -> list[str]:
@@ -137,7 +137,7 @@ class HostLinks:
         numbers = self.processes if every else self.slots
         return [(host, number) for host in hosts for number in range(numbers[host])]
 
-    def ask(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
+    def run_tasks(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
         """Sends tasks, each ``do`` and its arguments, to hosts that are alive, and waits for the answers.
 
         Returns by place ``{"ok": ...}`` or ``{"error": text}``; without those of hosts that were lost meanwhile.
@@ -150,12 +150,12 @@ class HostLinks:
         answers: dict[Place, dict[str, Any]] = {}
         deadline = time.monotonic() + self.timeout_s
         while waiting := {number: place for number, place in waiting.items() if place[0] not in self.lost}:
-            message = self._take(deadline, {host for host, _ in waiting.values()})
+            message = self._next_message(deadline, {host for host, _ in waiting.values()})
             if message.get("id") in waiting:
                 answers[waiting.pop(message["id"])] = message
         return {place: answer for place, answer in answers.items() if place[0] not in self.lost}
 
-    def give_up(self, host: str, why: str) -> None:
+    def mark_lost(self, host: str, why: str) -> None:
         """Records a host as lost that reported why it cannot continue."""
         self._lose(host, FAILED, why)
 
@@ -195,7 +195,7 @@ class HostLinks:
             stream.write(json.dumps(task).encode() + b"\n")
             stream.flush()
 
-    def _take(self, deadline: float, waiting: set[str]) -> dict[str, Any]:
+    def _next_message(self, deadline: float, waiting: set[str]) -> dict[str, Any]:
         """The next message, after recording what it reports on its host; empty for lost hosts and on a timeout."""
         try:
             host, message = self._answers.get(timeout=max(0.01, deadline - time.monotonic()))
@@ -254,7 +254,7 @@ def main() -> None:
     """Serves until the caller has gone."""
     host = HostWorkers(int(sys.argv[1]))
     try:
-        host.say({"started": socket.gethostname(), "slots": host.slots, "processes": host.processes})
+        host.send({"started": socket.gethostname(), "slots": host.slots, "processes": host.processes})
         for line in sys.stdin:
             host.hand_on(line)
     finally:

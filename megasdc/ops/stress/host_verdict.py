@@ -68,7 +68,7 @@ def judge_stress(states: Sequence[HostState]) -> list[HostVerdict]:
     """The verdicts on all hosts, from their states."""
     reasons: defaultdict[str, list[HostReason]] = defaultdict(list)
     for state in states:
-        reasons[state.host] += _own(state)
+        reasons[state.host] += _own_evidence(state)
     unhealthy = {host for host, given in reasons.items() if _worst(given) == UNHEALTHY}
     _add(reasons, _from_pairs(states, unhealthy))
     unhealthy = {host for host, given in reasons.items() if _worst(given) == UNHEALTHY}
@@ -80,7 +80,7 @@ def judge_stress(states: Sequence[HostState]) -> list[HostVerdict]:
     return [_verdict(state, reasons[state.host], states) for state in states]
 
 
-def _own(state: HostState) -> list[HostReason]:
+def _own_evidence(state: HostState) -> list[HostReason]:
     """Evidence against a host that needs no other host."""
     given = []
     for test in (GEMM, TRAINING):

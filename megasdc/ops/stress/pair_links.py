@@ -94,11 +94,11 @@ def measure_pairs(
     return {pair: answers[pair[0], 0] for pair in pairs if all((end, 0) in answers for end in pair)}
 
 
-def keep_figures(states: Mapping[str, HostState], answers: Mapping[tuple[str, str], Any], number: int) -> None:
+def add_figures(states: Mapping[str, HostState], answers: Mapping[tuple[str, str], Any], number: int) -> None:
     """Keep measurements of a round in the state of the first host of each pair; failures become notes."""
     for (first, second), said in answers.items():
         if said["failed"] is not None:
-            states[first].note(f"the link with {second} was not measured in round {number}: {said['failed']}")
+            states[first].add_note(f"the link with {second} was not measured in round {number}: {said['failed']}")
             continue
         kept = states[first].links.setdefault(second, [])
         kept.append(said["figures"])

@@ -16,7 +16,7 @@ from megasdc.ops.stress.drill import DrillRequest, summarize_drills
 from megasdc.ops.stress.golden import GoldenFolder
 from megasdc.ops.stress.host import HostLinks, Place
 from megasdc.ops.stress.host_verdict import HostVerdict
-from megasdc.ops.stress.pair_links import keep_figures, measure_pairs
+from megasdc.ops.stress.pair_links import add_figures, measure_pairs
 from megasdc.ops.stress.result import stress_outcome
 from megasdc.ops.stress.state import (
     ALONE,
@@ -145,7 +145,7 @@ class _Test:
             }
             for host, slot in self._links.places(self._links.alive, every=True)
         }
-        for (host, slot), said in self._ask(tasks).items():
+        for (host, slot), said in self._run_tasks(tasks).items():
             state = self._states[host]
             state.slots = self._links.slots[host]
             if slot == 0:
@@ -174,22 +174,22 @@ class _Test:
         drill = self._plan.drill
         if drill is None or drill.host not in self._links.alive:
             return None
-        answers = self._ask({place: {"do": "drill"} for place in self._links.places([drill.host], every=True)})
+        answers = self._run_tasks({place: {"do": "drill"} for place in self._links.places([drill.host], every=True)})
         return summarize_drills(drill.faults, list(answers.values())) if answers else None
 
     # --- tests ------------------------------------------------------------------------------------------------------
 
     def _products(self, number: int) -> None:
         tasks = {place: self._product_task(place, number) for place in self._links.places(self._links.alive)}
-        for (host, slot), said in self._ask(tasks).items():
+        for (host, slot), said in self._run_tasks(tasks).items():
             state = self._states[host]
             state.products.setdefault(str(slot), said["values"])
             state.checked += said["checked"]
-            state.take(GEMM, number, slot, said)
+            state.add_results(GEMM, number, slot, said)
 
     def _product_task(self, place: Place, number: int) -> dict[str, Any]:
         state, task = self._states[place[0]], {"do": "gemm", "round": number}
-        if not self._tell(GEMM, place):
+        if not self._is_first_use(GEMM, place):
             return task
         golden = self._plan.golden.products_for(state.key)
         if golden is not None and GEMM not in state.golden:
@@ -200,9 +200,9 @@ class _Test:
 
     def _training(self, number: int) -> None:
         places = self._links.places(self._links.alive)
-        fresh = {place for place in places if self._tell(TRAINING, place)}
+        fresh = {place for place in places if self._is_first_use(TRAINING, place)}
         tasks = {place: self._training_task(place, number, place in fresh) for place in places}
-        for (host, slot), said in self._ask(tasks).items():
+        for (host, slot), said in self._run_tasks(tasks).items():
             state = self._states[host]
             if said["trace"] is not None:
                 state.runs.setdefault(str(slot), {name: said[name] for name in ("losses", "trace", "key")})
@@ -214,7 +214,7 @@ class _Test:
             )
             for finding in said["findings"]:
                 finding["loss_step"] = parted
-            state.take(TRAINING, number, slot, said)
+            state.add_results(TRAINING, number, slot, said)
 
     def _training_task(self, place: Place, number: int, fresh: bool) -> dict[str, Any]:
         state = self._states[place[0]]
@@ -233,19 +233,19 @@ class _Test:
         if differences:
             from megasdc.sdc.golden import describe_differences  # imported already, by who read the trace
 
-            state.note(f"the golden trace is not for this host: {describe_differences(differences)}")
+            state.add_note(f"the golden trace is not for this host: {describe_differences(differences)}")
         elif TRAINING not in state.golden:
             state.golden.append(TRAINING)
 
     def _collectives(self, number: int) -> None:
         alone = {(host,): self._links.places([host], every=True) for host in self._links.alive}
-        self._meet(number, {group: places for group, places in alone.items() if len(places) > 1})
+        self._run_collectives(number, {group: places for group, places in alone.items() if len(places) > 1})
         for pairs in self._pairs(number):
-            self._meet(number, {pair: self._links.places(pair) for pair in pairs})
+            self._run_collectives(number, {pair: self._links.places(pair) for pair in pairs})
 
     def _measure_links(self, number: int) -> None:
         for pairs in self._pairs(number):
-            keep_figures(self._states, measure_pairs(pairs, self._ask, secrets.token_hex), number)
+            add_figures(self._states, measure_pairs(pairs, self._run_tasks, secrets.token_hex), number)
 
     def _pairs(self, number: int) -> Iterator[list[tuple[str, str]]]:
         """The pairs of a round, in sets whose pairs have no host in common, of hosts that are alive."""
@@ -254,9 +254,9 @@ class _Test:
             alive = set(self._links.alive)
             yield [pair for pair in turns[turn] if alive >= set(pair)]
 
-    def _meet(self, number: int, groups: Mapping[tuple[str, ...], Sequence[Place]]) -> None:
+    def _run_collectives(self, number: int, groups: Mapping[tuple[str, ...], Sequence[Place]]) -> None:
         """Runs collectives in several groups at once, and counts each host's right and wrong ones by partner."""
-        opened = self._ask(
+        opened = self._run_tasks(
             {places[0]: {"do": "open", "towards": self._route(hosts)} for hosts, places in groups.items()}
         )
         tasks: dict[Place, dict[str, Any]] = {}
@@ -266,7 +266,7 @@ class _Test:
             store = {"do": "collectives", "round": number, "ranks": len(places), **opened[places[0]]}
             for rank, place in enumerate(places):
                 tasks[place] = {**store, "rank": rank}
-        answers = self._ask(tasks)
+        answers = self._run_tasks(tasks)
         for hosts, places in groups.items():
             if set(hosts) <= set(self._links.alive):  # failures with a lost partner prove nothing
                 for place in places:
@@ -288,22 +288,22 @@ class _Test:
         state.meetings.setdefault(partner, Count()).add(said["compared"], said["wrong"])
         with_whom = "its own processes" if partner == ALONE else partner
         findings = [{**finding, "what": f"{finding['what']} with {with_whom}"} for finding in said["findings"]]
-        state.take(COLLECTIVES, number, slot, {**said, "findings": findings})
+        state.add_results(COLLECTIVES, number, slot, {**said, "findings": findings})
 
     # --- hosts ------------------------------------------------------------------------------------------------------
 
-    def _tell(self, test: str, place: Place) -> bool:
+    def _is_first_use(self, test: str, place: Place) -> bool:
         """Whether the expected values must still be sent to a process; True once."""
         fresh = (test, place) not in self._told
         self._told.add((test, place))
         return fresh
 
-    def _ask(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
+    def _run_tasks(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
         """Answers of processes; a host with a process that failed its task is recorded as lost."""
-        answers = self._links.ask(tasks)
+        answers = self._links.run_tasks(tasks)
         for (host, slot), answer in answers.items():
             if "error" in answer:
-                self._links.give_up(host, f"process {slot}, {tasks[host, slot]['do']}: {answer['error']}")
+                self._links.mark_lost(host, f"process {slot}, {tasks[host, slot]['do']}: {answer['error']}")
         return {place: answer["ok"] for place, answer in answers.items() if place[0] not in self._links.lost}
 
     def note_losses(self) -> None:

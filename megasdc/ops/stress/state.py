@@ -63,20 +63,20 @@ class HostState:
     lost: dict[str, str] | None = None
     links: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def take(self, test: str, number: int, slot: int, said: dict[str, Any]) -> None:
+    def add_results(self, test: str, number: int, slot: int, said: dict[str, Any]) -> None:
         """Adds a process's results of a round of a test: its ``compared``, ``wrong`` and ``findings``."""
         self.tests.setdefault(test, Count()).add(said["compared"], said["wrong"])
         for finding in said["findings"]:
-            self.find({"test": test, "round": number, "slot": slot, **finding})
+            self.add_finding({"test": test, "round": number, "slot": slot, **finding})
 
-    def find(self, finding: dict[str, Any]) -> None:
+    def add_finding(self, finding: dict[str, Any]) -> None:
         """Stores a finding; beyond ``SHOWN`` findings of a test only counts it."""
         if sum(one["test"] == finding["test"] for one in self.findings) < SHOWN:
             self.findings.append(finding)
         else:
             self.dropped += 1
 
-    def note(self, text: str) -> None:
+    def add_note(self, text: str) -> None:
         """Stores a note, once."""
         if text not in self.notes:
             self.notes.append(text)

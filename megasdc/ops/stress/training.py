@@ -123,7 +123,7 @@ class SmallRun:
         injectors += listeners
         tracer = Tracer(algorithm(self._algorithm), self._section)
         results = self._workload.run(self._case, [*watch, *listeners, tracer], hooks)
-        return tracer.take(), [float(result.loss).hex() for result in results]
+        return tracer.pop_trace(), [float(result.loss).hex() for result in results]
 
 
 def trace_to_values(trace: Trace) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class WorkerSlot:
             if task.get("expected") is not None:
                 differences = self._run.expect(task["expected"], task["key"])
         said = self._run.run_round(task["round"], self._drill.watch(self._hidden))
-        self._drill.keep(said.pop("injectors"))
+        self._drill.collect_tallies(said.pop("injectors"))
         trace = trace_to_values(said.pop("trace"))
         return {**said, "key": self._run.key, "differences": differences, "trace": trace if task["whole"] else None}
 

@@ -70,7 +70,7 @@ class Allocation:
         """Words before a command that make it run on a host; empty: it reaches the host itself, by a hostfile."""
         return []
 
-    def leave(self, away: Sequence[str]) -> str:
+    def requeue(self, away: Sequence[str]) -> str:
         """Ask for another allocation, without some hosts; this one then ends, and this process with it.
 
         Returns:

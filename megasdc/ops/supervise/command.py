@@ -66,7 +66,7 @@ def complete(folder: Path, name: str, job: str, kept: Sequence[JournalEntry]) ->
     """
     found = _Completed(folder, name, job)
     for entry in kept:
-        found.take(entry)
+        found.add_entry(entry)
     found.plan_until(None, at=kept[-1].time if kept else 0.0)
     return found.entries
 
@@ -93,7 +93,7 @@ class _Completed:
         self.entries: list[JournalEntry] = []
         self.history = JournalHistory()
 
-    def take(self, entry: JournalEntry) -> None:
+    def add_entry(self, entry: JournalEntry) -> None:
         """Add an entry of the journal, and before it what it follows from; not one whose attempt is not known."""
         kind, at = entry.kind, entry.time
         if not self.history.stage and kind not in ("opened", *NO_TURNS):

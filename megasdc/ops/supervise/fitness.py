@@ -92,7 +92,7 @@ class HostChecks:
         asked = [host for host in slots if host not in silent]
         if deep:
             common = self._host_request(request, run, whole, needs.python_path)
-            lacks, more = _ask({host: slots[host] for host in asked}, transport, needs, common, watch)
+            lacks, more = _check_hosts({host: slots[host] for host in asked}, transport, needs, common, watch)
             unfit, silent = unfit + lacks, silent | more
         if watch.stops():
             return HostCheckResult(given_up=True)
@@ -131,7 +131,7 @@ class HostChecks:
         return told[-1].fields["rank_bytes"] if told else None
 
 
-def _ask(
+def _check_hosts(
     slots: Mapping[str, int], transport: Transport, needs: HostNeeds, common: HostRequest, watch: HostWatch
 ) -> tuple[list[UnfitHost], dict[str, str]]:
     """What hosts lack, and why others gave no answer."""
@@ -168,13 +168,13 @@ def report_every(say: Callable[[str], None], every_s: float = TELL_S) -> Callabl
     """What tells every few seconds which hosts still work, and how far each is; see ``HostWatch``."""
     told_at = time.monotonic()
 
-    def tell(said: Mapping[str, str]) -> None:
+    def report(said: Mapping[str, str]) -> None:
         nonlocal told_at
         if said and time.monotonic() - told_at >= every_s:
             told_at = time.monotonic()
             say("hosts are checked: " + ", ".join(f"{host} {text}".rstrip() for host, text in sorted(said.items())))
 
-    return tell
+    return report
 
 
 def checks_of(raw: Mapping[str, Any]) -> HostChecks:

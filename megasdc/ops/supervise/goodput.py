@@ -215,7 +215,7 @@ class _Turn:
     is_reopened: bool = False
     by_s: float = 0.0
 
-    def take(self, trained: AttemptProgress | None) -> None:
+    def record_progress(self, trained: AttemptProgress | None) -> None:
         """Take what the attempt has reported, whose times are as the date of its plan was."""
         if trained is not None:
             began_at, last_at = trained.began_at + self.by_s, trained.last_at + self.by_s
@@ -226,7 +226,7 @@ class _Turn:
         match entry.kind:
             case "ended":
                 self.ended, said = entry, entry.fields["trained"]
-                self.take(None if said is None else AttemptProgress(**said))
+                self.record_progress(None if said is None else AttemptProgress(**said))
             case "decided":
                 self.decided = entry
             case "left":
@@ -254,7 +254,7 @@ def _turns(
         elif found:
             found[-1].add(entry, steady[number - 1])
     if found and found[-1].ended is None:
-        found[-1].take(running)
+        found[-1].record_progress(running)
     return found
 
 

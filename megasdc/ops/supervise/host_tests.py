@@ -75,7 +75,7 @@ class Tests(Protocol):
             overrides: settings of the run beside those of its launch, as of ``--set``.
         """
 
-    def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
+    def check(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
         """Look at once whether hosts are fit, as far as that takes no longer than a start; those that are not.
 
         Args:
@@ -84,7 +84,7 @@ class Tests(Protocol):
             stops: whether a stop is asked for: then nothing is found.
         """
 
-    def take(self) -> list[HostTest]:
+    def pop_ended(self) -> list[HostTest]:
         """Those that have ended since the last call."""
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class StressTests:
         command = [sys.executable, "-m", fitness.MODULE, json.dumps(asked, default=str)]
         self._checking[host] = self._process(host, command), slots
 
-    def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
+    def check(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
         """See ``Tests``."""
         checked = self._checks.check(slots, run, beside=_beside(run, slots), deep=False, watch=HostWatch(stops))
         return _tests(checked)
@@ -161,18 +161,18 @@ class StressTests:
         with open(self._file(host, "log"), "ab") as log:
             return start_command(command, log, log)
 
-    def take(self) -> list[HostTest]:
+    def pop_ended(self) -> list[HostTest]:
         """See ``Tests``."""
         for host, (process, _) in list(self._checking.items()):
             if process.poll() is not None:
-                self._go_on(host, partial(self._take_check, host))
+                self._go_on(host, partial(self._finish_check, host))
         for host, code in [(host, code) for host, one in self._running.items() if (code := one.poll()) is not None]:
             del self._running[host]
             self._ended.append(HostTest(host, *self._result(host, code)))
         ended, self._ended = self._ended, []
         return ended
 
-    def _take_check(self, host: str) -> None:
+    def _finish_check(self, host: str) -> None:
         """Go on after a check that has ended: with the test of what the host computes, if it is fit."""
         process, slots = self._checking[host]
         if (found := self._unfit(host, process.returncode)) is not None:

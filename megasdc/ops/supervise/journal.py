@@ -224,7 +224,7 @@ class Journal:
         try:
             file.write(text)
             os.fsync(file.fileno())
-            _keep_aside(self.path, aside)
+            _back_up(self.path, aside)
             os.replace(temporary, self.path)
             sync_path(self.path.parent)
         except BaseException:
@@ -239,7 +239,7 @@ class Journal:
         return entries, checksum
 
 
-def _keep_aside(path: Path, aside: Path) -> None:
+def _back_up(path: Path, aside: Path) -> None:
     """Give a file a second name; on file systems without links that is a copy."""
     try:
         os.link(path, aside)

@@ -156,7 +156,7 @@ class Engine(Protocol):
     def was_started(self, attempt: Attempt) -> bool:
         """Whether an attempt was started."""
 
-    def find(self, attempt: Attempt) -> LaunchProcess:
+    def find_process(self, attempt: Attempt) -> LaunchProcess:
         """The process of an attempt that was started; ``ENDED``: it has ended."""
 
     def start(self, attempt: Attempt, check: Callable[[], None]) -> LaunchProcess:
@@ -165,7 +165,7 @@ class Engine(Protocol):
     def lives(self, process: LaunchProcess) -> bool:
         """Whether it still runs."""
 
-    def show(self, attempt: Attempt) -> None:
+    def print_output(self, attempt: Attempt) -> None:
         """Print what it has said since the last call."""
 
     def stop(self, process: LaunchProcess) -> None:
@@ -237,7 +237,7 @@ class LaunchBackend:
         self.checks = HostChecks(request, run_dir, prefixes)
         self._shown: dict[Path, int] = {}
         self._waker = Waker(STOPPED_S, DISK_S, polls=True)
-        self._room = durable.RoomProbe(run_dir, _say)
+        self._room = durable.RoomProbe(run_dir, _print)
         self._log: subprocess.Popen[bytes] | None = None
         self._ended_with: int | None = None
 
@@ -245,7 +245,7 @@ class LaunchBackend:
         """See ``Engine``; its log is opened just before."""
         return self._file(attempt, "log").exists()
 
-    def find(self, attempt: Attempt) -> LaunchProcess:
+    def find_process(self, attempt: Attempt) -> LaunchProcess:
         """See ``Engine``; by its command line, which holds the launch id, and is empty while a program is loaded."""
         end = time.monotonic() + FIND_S
         while time.monotonic() < end and not self._file(attempt, "json").exists():
@@ -309,7 +309,7 @@ class LaunchBackend:
         ticks = run_lock.start_ticks(process.pid)
         return LaunchProcess(process.pid, 0 if ticks is None else ticks)
 
-    def show(self, attempt: Attempt) -> None:
+    def print_output(self, attempt: Attempt) -> None:
         """See ``Engine``; on standard error. Of an attempt that was taken over, from now on."""
         path = self._file(attempt, "log")
         with suppress(FileNotFoundError), open(path, "rb") as log:
@@ -334,7 +334,7 @@ class LaunchBackend:
                     self._log.wait(LOG_S)
             return False
         if done := self._waker.check(process.pid):
-            _say(f"the front of the launch: {done}")
+            _print(f"the front of the launch: {done}")
         return process.pid not in self._waker.given_up
 
     def stop(self, process: LaunchProcess) -> None:
@@ -423,8 +423,8 @@ class LaunchBackend:
         """
         slots = {host: count for host, count in {**attempt.slots, **waiting}.items() if host not in away}
         how = "every byte of the data is read there" if whole else "what a start needs"
-        _say(f"whether one host alone has what ended the attempt: {', '.join(slots)} are checked, {how}")
-        watch = HostWatch(stops, report_every(_say))
+        _print(f"whether one host alone has what ended the attempt: {', '.join(slots)} are checked, {how}")
+        watch = HostWatch(stops, report_every(_print))
         return self.checks.check(slots, attempt.slots, overrides=self.overrides(attempt), whole=whole, watch=watch)
 
     def _failed_alike(self, attempt: Attempt, host_of_rank: Sequence[str], code: int | None) -> tuple[str, ...]:
@@ -476,7 +476,7 @@ class LaunchBackend:
     def _file(self, attempt: Attempt, ending: str) -> Path:
         return attempt_process.attempt_file(self._folder, attempt.number, attempt.launch_id, ending)
 
-    def _said(self, attempt: Attempt) -> str:
+    def _read_log(self, attempt: Attempt) -> str:
         """What an attempt has printed."""
         log = self._file(attempt, "log")
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -485,7 +485,7 @@ class LaunchBackend:
         """See ``AttemptEvidence``; where a scheduler alone knows that it was memory, it counts as the run's."""
         if result is None or result.memory is not None or not result.exit_code:
             return None if result is None else result.memory
-        return RUN_MEMORY if self._allocation.lacked_memory(self._said(attempt), result.failed_rank) else None
+        return RUN_MEMORY if self._allocation.lacked_memory(self._read_log(attempt), result.failed_rank) else None
 
     def _interrupted(self, attempt: Attempt, result: FrontResult | None, is_asked: bool) -> str:
         """How it was ended from outside; empty: it was not.
@@ -497,7 +497,7 @@ class LaunchBackend:
             return "its job has ended"
         if self._allocation.is_ending:
             return f"{self._allocation.name} is about to end"
-        done, said = collect(self._run_dir, attempt.launch_id).done.values(), self._said(attempt)
+        done, said = collect(self._run_dir, attempt.launch_id).done.values(), self._read_log(attempt)
         # A front that ends the rest after a failure has the step cancelled, too.
         is_alone = {one.exit_code for one in done} <= {0, PeerError.exit_code}
         if is_alone and self._allocation.was_cancelled(said) and not self._allocation.lacked_memory(said, None):
@@ -529,7 +529,7 @@ class LaunchBackend:
         return [str(one.fields.get("reason")) for one in stops]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"megasdc supervise: {text}", file=sys.stderr, flush=True)
 
 

@@ -133,7 +133,7 @@ class SlurmJob(Allocation):
         """See ``Allocation``."""
         return [*_STEP, f"--nodelist={host}"]
 
-    def leave(self, away: Sequence[str]) -> str:
+    def requeue(self, away: Sequence[str]) -> str:
         """See ``Allocation``: the job is requeued, and while it waits SLURM takes the list of nodes to leave out.
 
         Others may have requeued it already, which SLURM counts at once.

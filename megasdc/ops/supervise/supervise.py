@@ -98,13 +98,13 @@ class Supervisor:
         """
         if not self._stop.is_set() or not self._engine.lives(self._process):
             return
-        self._ask_to_end()
+        self._request_stop()
         while self._engine.lives(self._process):
             self._show()
             time.sleep(POLL_S)
         self._show()
 
-    def _ask_to_end(self) -> None:
+    def _request_stop(self) -> None:
         """Ask what runs to save and end, once."""
         if self._asked != self._process:
             self._asked = self._process
@@ -113,7 +113,7 @@ class Supervisor:
 
     def _show(self) -> None:
         if self._history.attempt is not None:
-            self._engine.show(self._history.attempt)
+            self._engine.print_output(self._history.attempt)
 
     def _write(self, kind: str, **fields: object) -> None:
         self._history.add(self._journal.write(kind, **fields))
@@ -121,7 +121,7 @@ class Supervisor:
     def _plan(self) -> None:
         history = self._history
         number = 1 if history.attempt is None else history.attempt.number + 1
-        self._look_at_new()
+        self._check_new_hosts()
         self._wait_for_hosts(lambda: self._are_lacking and not self._allocation.can_be_left)
         are_lacking = self._are_lacking
         text = f"{min(history.sizes)} hosts are needed, and {len(history.chosen)} of {self._allocation.name} are left"
@@ -165,18 +165,18 @@ class Supervisor:
     def _are_lacking(self) -> bool:
         return len(self._history.chosen) < min(self._history.sizes)
 
-    def _look_at_new(self) -> None:
+    def _check_new_hosts(self) -> None:
         """Look whether hosts that the next attempt takes instead of others are fit; those that are not are not used."""
         history = self._history
         while history.attempt is not None and not self._stop.is_set():
             new = {host: count for host, count in history.chosen.items() if host not in history.attempt.slots}
-            unfit = self._tests.look(new, history.chosen, self._stop.is_set) if new else []
+            unfit = self._tests.check(new, history.chosen, self._stop.is_set) if new else []
             if not unfit:
                 return
             for test in unfit:
-                self._note(test)
+                self._record_test(test)
 
-    def _note(self, test: HostTest) -> None:
+    def _record_test(self, test: HostTest) -> None:
         """Write down how the test of a host has ended."""
         again = "; it is a spare again" if test.passed and test.host in self._history.replaced else ""
         failed = None if test.passed or not test.is_conclusive else test.host
@@ -192,7 +192,7 @@ class Supervisor:
         away = list(self._history.replaced)
         without = f", without {', '.join(away)}" if away else ""
         self._say(f"the run goes on in another allocation{without}")
-        if problem := self._allocation.leave(away):
+        if problem := self._allocation.requeue(away):
             self._finish(LaunchError.exit_code, problem)
         else:
             self._has_left = True
@@ -203,7 +203,7 @@ class Supervisor:
         if attempt.job != self._allocation.job:  # of a supervisor that has ended with its job, as all that it started
             process = ENDED
         elif self._engine.was_started(attempt):  # by a supervisor that was killed before it wrote that down
-            process = self._engine.find(attempt)
+            process = self._engine.find_process(attempt)
         else:
             fewer = len(attempt.hosts) < self._history.num_hosts
             of_all = f", {len(attempt.hosts)} of {self._history.num_hosts} hosts" if fewer else ""
@@ -219,12 +219,12 @@ class Supervisor:
         assert attempt is not None and attempt.process is not None, "it is started"
         self._process = ENDED if attempt.job != self._allocation.job else attempt.process
         while self._runs(attempt):
-            self._engine.show(attempt)
+            self._engine.print_output(attempt)
             if self._stop.is_set() or self._grows(attempt):
-                self._ask_to_end()
+                self._request_stop()
             self._test_hosts()
             time.sleep(POLL_S)
-        self._engine.show(attempt)
+        self._engine.print_output(attempt)
         waiting = {host: self._history.slots[host] for host in self._history.waiting}
         evidence = self._engine.evidence(self._history.attempt or attempt, waiting, self._stop.is_set)
         if evidence.by_time:
@@ -349,9 +349,9 @@ class Supervisor:
         run = history.chosen if history.attempt is None else history.attempt.slots
         now = None if history.attempt is None else replace(history.attempt, skips_snapshots=history.skips_snapshots)
         overrides = () if now is None else self._engine.overrides(now)
-        ended, to_come = self._tests.take(), False
+        ended, to_come = self._tests.pop_ended(), False
         for test in ended:
-            self._note(test)
+            self._record_test(test)
         for host, one in history.replaced.items():
             is_due = one.test is None or (not one.test.is_conclusive and history.now - one.tested_at >= limits.retest_s)
             worth = host in history.slots and may_return(one.kind, history.given_back.get(host, 0), limits)

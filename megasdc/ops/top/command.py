@@ -17,10 +17,10 @@ def watch_run(watcher: RunWatcher, console: Console, interval_s: float) -> None:
     Args:
         interval_s: seconds between two looks.
     """
-    view = watcher.look()
+    view = watcher.read()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not view.over:
             live.update(Screen(view, console.height), refresh=True)
             time.sleep(interval_s)
-            view = watcher.look()
+            view = watcher.read()
     console.print(Screen(view))

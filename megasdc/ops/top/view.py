@@ -97,7 +97,7 @@ class RunFollower:
         self._rank_hosts: dict[int, str] = {}
         self._made: dict[str, tuple[Hashable, Any]] = {}
 
-    def look(self) -> FolderView:
+    def read(self) -> FolderView:
         """Read what is new."""
         self._read_metrics()
         self._read_events()
@@ -297,9 +297,9 @@ class RunWatcher:
         self._divided_at: float = -math.inf
         self._effective_ratio: float | None = None
 
-    def look(self) -> RunView:
+    def read(self) -> RunView:
         """The run now."""
-        look = self._follower.look()
+        look = self._follower.read()
         run, notes = look.run, list(look.run.notes)
         hosts: tuple[HostPosition, ...] = ()
         if run.setting("megasdc.health.enabled") is not False:

@@ -94,7 +94,7 @@ class Off:
     bounds: Tensor
 
     @property
-    def reach(self) -> Tensor:
+    def max_magnitude(self) -> Tensor:
         """Largest magnitude that each number may have."""
         return self.values.abs() + self.bounds
 
@@ -109,7 +109,7 @@ class Off:
         return Off(self.values, bounds)
 
 
-def given(values: Tensor) -> Off:
+def from_exact(values: Tensor) -> Off:
     """Given numbers, without error."""
     values = values.double()
     return Off(values, torch.zeros_like(values))
@@ -117,7 +117,7 @@ def given(values: Tensor) -> Off:
 
 def times(left: Off, right: Off, kind: torch.dtype = WORKING) -> Off:
     """A product of matrices, [n, K] and [K, m], whose sums are computed in a type."""
-    reach = left.reach @ right.reach
+    reach = left.max_magnitude @ right.max_magnitude
     off = reach - left.values.abs() @ right.values.abs()  # of factors: no more than this
     count = left.values.shape[-1]
     return Off(left.values @ right.values, off + gamma(count + 4, kind) * reach + 2 * count * torch.finfo(kind).tiny)
@@ -141,7 +141,7 @@ def head_gradients(
         kind: type of all of them.
         mask: mask of dropout for the weights, [T, T]; with one, scores and weights are rounded to the type; None: none.
     """
-    values, slopes = given(value), given(gradient)
+    values, slopes = from_exact(value), from_exact(gradient)
     found: list[Off] = []
     to_key, to_value = _nothing(key.values), _nothing(values.values)
     for start in range(0, len(values.values), ROWS):
@@ -164,7 +164,7 @@ def unrotated(turned: Off, cosine: Tensor, sine: Tensor, kind: torch.dtype) -> O
     half = turned.values.shape[-1] // 2
     across = Off((turned.values * sine).roll(half, -1), (turned.bounds * sine.abs()).roll(half, -1))
     straight = Off(turned.values * cosine, turned.bounds * cosine.abs())
-    off = 2 * torch.finfo(kind).eps * (straight.reach + across.reach) + torch.finfo(kind).tiny
+    off = 2 * torch.finfo(kind).eps * (straight.max_magnitude + across.max_magnitude) + torch.finfo(kind).tiny
     both = straight + across
     return Off(both.values, both.bounds + off)
 
@@ -175,7 +175,7 @@ def summed(heads: list[Off], kind: torch.dtype) -> Off:
     total = rounded_heads[0]
     for one in rounded_heads[1:]:
         total = total + one
-    reach = sum((one.reach for one in rounded_heads), torch.zeros_like(total.values))
+    reach = sum((one.max_magnitude for one in rounded_heads), torch.zeros_like(total.values))
     return Off(total.values, total.bounds + (gamma(len(heads), kind) * reach if len(heads) > 1 else 0.0))
 
 
@@ -226,12 +226,12 @@ def _score_gradients(weights: Off, values: Off, slopes: Off, kind: torch.dtype, 
     off = of_weights.bounds + torch.maximum(from_output.bounds, from_weights.bounds)
     off = off + torch.finfo(WORKING).eps * (of_weights.values.abs() + from_output.values.abs())
     found = weights.values * difference
-    return Off(found, weights.bounds * difference.abs() + weights.reach * off).rounded(WORKING).rounded(kind, 2)
+    return Off(found, weights.bounds * difference.abs() + weights.max_magnitude * off).rounded(WORKING).rounded(kind, 2)
 
 
 def _row_sums(left: Off, right: Off) -> Off:
     """The sum of the products of each row, [n, 1]."""
-    reach = left.reach * right.reach
+    reach = left.max_magnitude * right.max_magnitude
     exact = left.values * right.values
     off = (reach - exact.abs()).sum(-1, keepdim=True)
     count = exact.shape[-1]
@@ -258,5 +258,5 @@ def _add(total: Off, place: slice, more: Off) -> None:
 
 def _scaled(one: Off, scale: float, share: Tensor) -> Off:
     """Numbers times a factor, with the errors of that product and of sums of blocks."""
-    off = one.bounds + (share + torch.finfo(WORKING).eps) * one.reach
+    off = one.bounds + (share + torch.finfo(WORKING).eps) * one.max_magnitude
     return Off(scale * one.values, abs(scale) * off)

@@ -74,13 +74,13 @@ def make_plain(address: Address, calls: Sequence[Call], result: Tensor, used_onc
         None: such results are not computed, or what they were made of was not seen, or was not of one call.
     """
     call = one_call(address, calls)
-    if isinstance(call, str) or not _is_given(call) or (address.phase == WEIGHT_GRAD and not used_once):
+    if isinstance(call, str) or not _takes_one_tensor(call) or (address.phase == WEIGHT_GRAD and not used_once):
         return None
     make = MAKERS.get(_class_of(call.module) or "", {}).get((address.phase, address.slot))
     return None if make is None else make(call, result)
 
 
-def _is_given(call: Call) -> bool:
+def _takes_one_tensor(call: Call) -> bool:
     """Whether a call has a tensor as its first argument, and no arguments by name."""
     return bool(call.args) and isinstance(call.args[0], Tensor) and not call.options
 
@@ -278,7 +278,7 @@ def tied_words(of_words: Sequence[Call], of_head: Sequence[Call], result: Tensor
     for call, kind in zip(calls, (_EMBEDDING, _LINEAR), strict=True):
         if isinstance(call, str):
             return call
-        if _class_of(call.module) != kind or not _is_given(call):
+        if _class_of(call.module) != kind or not _takes_one_tensor(call):
             return None
         part = MAKERS[kind][WEIGHT_GRAD, "weight"](call, result)
         if part is None:
@@ -422,7 +422,7 @@ def _exhibit(
     call: Call, result: Tensor, slopes: Sequence[Tensor], compute: Callable[[nn.Module, Any], Tensor]
 ) -> Exhibit | str:
     module = call.module
-    held = _held(module)
+    held = _tensors_of(module)
     factors = tuple(one.detach() for one in (*tensors_in((call.args, call.options)), *slopes, *held.values()))
     kind = _coarsest(call, result, factors)
     if kind is None or result.dtype not in NARROW:
@@ -452,7 +452,7 @@ def _exhibit(
     return Exhibit(shape.detach(), factors, taken, trust=estimated(kind), held=tuple(held))
 
 
-def _held(module: nn.Module) -> dict[str, Tensor]:
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Tensors of a submodule and of those in it, by kind and name."""
     found = {f"parameter {name}": one for name, one in module.named_parameters()}
     return found | {f"buffer {name}": one for name, one in module.named_buffers()}

@@ -36,7 +36,16 @@ from megasdc.model.kinds import (
     QKV,
     RESIDUAL,
 )
-from megasdc.sdc.referee.attention import Off, attended, elements, given, head_gradients, rotated, summed, unrotated
+from megasdc.sdc.referee.attention import (
+    Off,
+    attended,
+    elements,
+    from_exact,
+    head_gradients,
+    rotated,
+    summed,
+    unrotated,
+)
 from megasdc.sdc.referee.rounding import (
     WORKING,
     Exact,
@@ -149,7 +158,7 @@ class Exhibit:
 
 
 @contextmanager
-def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Call]]:
+def record_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Call]]:
     """Context in which calls of a module are kept, in their order; ``module`` None: nothing is kept.
 
     Args:
@@ -164,12 +173,12 @@ def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Cal
     own, was = getattr(module, name), vars(module).get(name)
     hooks: list[Any] = []
 
-    def when_known(tensor: Tensor, gradients: list[Tensor]) -> None:
+    def record_gradient(tensor: Tensor, gradients: list[Tensor]) -> None:
         if tensor.requires_grad:
             hook = tensor.register_hook(lambda gradient: gradients.append(_detached(gradient, copies)))
             hooks.extend([hook] if copies else [])  # else the gradient may come after calls are kept no more
 
-    def kept(*args: Any, **options: Any) -> Any:
+    def recorded(*args: Any, **options: Any) -> Any:
         given = (*args, *(options.get(one) for one in ("input", "weight", "bias"))) if name == LOCAL else args
         place, call = len(calls), Call(module, tuple(_detached(one, copies) for one in given))
         if copies:
@@ -178,15 +187,15 @@ def kept_calls(module: Any, seen: list[Call] | None = None) -> Iterator[list[Cal
         calls.append(call)  # before, since a listener may be called inside
         inputs = options.get("input", args[0] if args else None)
         if copies and isinstance(inputs, Tensor):
-            when_known(inputs, call.received)
+            record_gradient(inputs, call.received)
         output = own(*args, **options)
         first = next(tensors_in(output), None)
         if first is not None:
             calls[place] = replace(call, output=first.detach(), mask=_mask_of(module, args))
-            when_known(first, call.gradients)
+            record_gradient(first, call.gradients)
         return output
 
-    setattr(module, name, kept)
+    setattr(module, name, recorded)
     try:
         yield calls
     finally:
@@ -467,7 +476,7 @@ def attention_output(call: Call, result: Tensor) -> Exhibit:
     shared = heads // key.shape[2]
     turn = _rotation(call)
 
-    def seen(tensor: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+    def rotated_tokens(tensor: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Query or key of tokens, [T, d], rotated where the module does that, and its errors."""
         tokens = tensor.cpu()
         if turn is None:
@@ -480,8 +489,8 @@ def attention_output(call: Call, result: Tensor) -> Exhibit:
         for row, head in sorted({(int(r), int(c) // width) for r, c in zip(rows, columns, strict=True)}):
             token, sample, group = row // batch, row % batch, head // shared
             here = (rows == row) & (columns // width == head)
-            asked = seen(query[token : token + 1, sample, head], token, token + 1)
-            keys = seen(key[: token + 1, sample, group], 0, token + 1)
+            asked = rotated_tokens(query[token : token + 1, sample, head], token, token + 1)
+            keys = rotated_tokens(key[: token + 1, sample, group], 0, token + 1)
             wanted = value[: token + 1, sample, group].cpu()[:, columns[here] % width]
             mask = None if call.mask is None else call.mask[sample, head, token, : token + 1].cpu()
             found = attended((asked[0][0], asked[1][0]), keys, wanted, module.scale, result.dtype, mask)
@@ -501,7 +510,7 @@ def attention_input(call: Call, result: Tensor, slot: str) -> Exhibit:
 
     def asked(tensor: Tensor, sample: int, head: int) -> Off:
         tokens = tensor[:, sample, head].cpu()
-        return given(tokens) if turn is None else Off(*rotated(tokens, *turn, kind))
+        return from_exact(tokens) if turn is None else Off(*rotated(tokens, *turn, kind))
 
     def of_head(sample: int, head: int) -> Off:
         """Gradient of one head, for all tokens; key and value sum those of all queries that share them."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.incident import Opinion, Outside
-from megasdc.sdc.referee.recompute import Call, Exhibit, Trust, kept_calls
+from megasdc.sdc.referee.recompute import Call, Exhibit, Trust, record_calls
 from megasdc.sdc.referee.rounding import Exact, NoiseBudget, Unfit
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Referee:
         if address == self._wanted:
             self._result = result.detach().clone()
 
-    def ask(
+    def judge(
         self, address: Address, values: Mapping[int, int], repeat: Callable[[], Mapping[int, int | None]]
     ) -> Opinion:
         """Judge results of equal inputs that differ between ranks.
@@ -85,7 +85,7 @@ class Referee:
 
         Collective: all ranks of the world.
         """
-        asked = heard(address, values, self.show(address, values, repeat))
+        asked = judge_exhibits(address, values, self.exhibits(address, values, repeat))
         own = next(asked)
         while True:
             try:
@@ -94,7 +94,7 @@ class Referee:
                 opinion: Opinion = end.value
                 return opinion
 
-    def show(
+    def exhibits(
         self, address: Address, values: Mapping[int, int], repeat: Callable[[], Mapping[int, int | None]]
     ) -> Iterator[Exhibit | str]:
         """Repeat a result; returns this rank's exhibits of it, or texts why there is none; arguments as of ``ask``."""
@@ -103,8 +103,8 @@ class Referee:
         with ExitStack() as stack:
             if isinstance(subject, Subject):
                 modules = subject.modules
-                kept = _tried(lambda: [stack.enter_context(kept_calls(one)) for one in modules])
-            result, again = self.keep(None if subject is None else address, repeat)
+                kept = _tried(lambda: [stack.enter_context(record_calls(one)) for one in modules])
+            result, again = self.capture_result(None if subject is None else address, repeat)
         repeated = again.get(self._rank) == values.get(self._rank)
         for text in (subject, kept):
             if isinstance(text, str):
@@ -112,7 +112,7 @@ class Referee:
         assert not isinstance(subject, str) and not isinstance(kept, str), "returned"
         return shown_by(subject, address, kept, result, repeated=repeated)
 
-    def keep(self, address: Address | None, repeat: Callable[[], T]) -> tuple[Tensor | None, T]:
+    def capture_result(self, address: Address | None, repeat: Callable[[], T]) -> tuple[Tensor | None, T]:
         """Repeat work; returns this rank's result at an address, None: there is none, and what the work returned."""
         self._wanted, self._result = address, None
         again = repeat()
@@ -149,7 +149,7 @@ def _made(make: Make, address: Address, kept: Sequence[Sequence[Call]], result: 
     return make(address, kept, result) or NO_KIND
 
 
-def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str]) -> Hearing:
+def judge_exhibits(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str]) -> Hearing:
     """Judge a result from the exhibits of all ranks; yields values to gather from all ranks, and receives them.
 
     Args:
@@ -164,7 +164,7 @@ def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str
         if any(found is None for found in by_rank.values()):
             return replace(opinion, reason="; ".join(dict.fromkeys(reasons)), alone=alone)
         if texts := {rank: found for rank, found in by_rank.items() if isinstance(found, str)}:
-            reasons.append(_told(texts))
+            reasons.append(_join_reasons(texts))
             continue
         opinion = yield from _compared(address, by_rank, one if isinstance(one, Exhibit) else None, budget)
         if not opinion.reason:
@@ -173,7 +173,7 @@ def heard(address: Address, ranks: Collection[int], mine: Iterator[Exhibit | str
         alone = alone or opinion.alone
 
 
-def _told(texts: Mapping[int, str]) -> str:
+def _join_reasons(texts: Mapping[int, str]) -> str:
     """Text of the reasons of ranks, each reason once."""
     of_reason = {text: [rank for rank, other in texts.items() if other == text] for text in texts.values()}
     return ", ".join(f"{_ranks(some)}: {text}" for text, some in of_reason.items())
@@ -193,7 +193,7 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, 
     rows = [*rows, *agreeing_rows]
     sent = yield None if mine is None else _tried(partial(_sent, mine, rows))
     if texts := {rank: sent[rank] for rank in known if isinstance(sent[rank], str)}:
-        return Opinion(address, {}, _told(texts))
+        return Opinion(address, {}, _join_reasons(texts))
     results, trust = {rank: sent[rank][0] for rank in known}, sent[next(iter(known))][1]
     different = _different(list(results.values()))
     places = different.nonzero()[:ELEMENTS]
@@ -203,7 +203,7 @@ def _compared(address: Address, known: Mapping[int, Any], mine: Exhibit | None, 
     both = torch.cat((places, agreeing))
     exact = yield None if mine is None else _computed(mine, torch.tensor(rows)[both[:, 0]], both[:, 1], budget)
     if texts := {rank: exact[rank] for rank in known if isinstance(exact[rank], str)}:
-        return Opinion(address, {}, _told(texts), len(places))
+        return Opinion(address, {}, _join_reasons(texts), len(places))
     reference = agreed([exact[rank] for rank in known])
     if reference is None:
         return Opinion(address, {}, FP64, len(places))

@@ -561,7 +561,7 @@ class _Autocast(TorchFunctionMode):
         """Call a function."""
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
-                self._mode.ask(torch.get_autocast_dtype(device))
+                self._mode.record_type(torch.get_autocast_dtype(device))
         return func(*args, **(kwargs or {}))
 
 
@@ -589,7 +589,7 @@ class _Noisy(TorchDispatchMode):
         self.asked, self.chosen = set[torch.dtype](), list[Tensor]()
         self._draw = None if seed is None else torch.Generator().manual_seed(seed)
 
-    def ask(self, kind: torch.dtype) -> None:
+    def record_type(self, kind: torch.dtype) -> None:
         """Note a type that is asked for."""
         if kind.is_floating_point and kind not in (*NARROW, torch.float64):
             raise Unfit(f"it computes in {kind}")
@@ -614,7 +614,7 @@ class _Noisy(TorchDispatchMode):
             raise Unfit(f"an operation inside ({name}) has too many elements for fp64 on the host")
         _refuse(name, func, options, given, bool(wide))
         if isinstance(options.get("dtype"), torch.dtype):
-            self.ask(options["dtype"])
+            self.record_type(options["dtype"])
             options["dtype"] = torch.float64 if options["dtype"] in NARROW else options["dtype"]
         returned = [one.alias_info for one in func._schema.returns]
         if any(one is not None and not one.is_write for one in returned):  # a view

@@ -367,13 +367,13 @@ def measure_rates(engine: TrainingEngine, num_bytes: int = RATE_BYTES) -> Rates:
 
     def look() -> None:
         finite(address, large)
-        finite.take(dims)
+        finite.pop_first(dims)
 
     return Rates(
         checksum_bytes_per_s=num_bytes / _median_s(lambda: read_back([algorithm.start(large)]), READS),
         extremes_bytes_per_s=num_bytes / _median_s(look, READS),
-        checksum_s=_recording_s(lambda: tracer(address, small), lambda: trace_digest(tracer.take()), large),
-        extremes_s=_recording_s(lambda: finite(address, small), lambda: finite.take(dims), large),
+        checksum_s=_recording_s(lambda: tracer(address, small), lambda: trace_digest(tracer.pop_trace()), large),
+        extremes_s=_recording_s(lambda: finite(address, small), lambda: finite.pop_first(dims), large),
         exchange_s=_median_s(
             lambda: compare_replicas({"a": 1, "b": 2}, dict.fromkeys("abc", False), dims, dist.group.WORLD), EXCHANGES
         ),

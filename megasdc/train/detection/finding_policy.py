@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.host_memory import find_held, memory_folder, read_line
+from megasdc.checkpoint.host_memory import find_slots, memory_folder, read_line
 from megasdc.checkpoint.manifest import installed_versions, read_complete
 from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, find_place
 from megasdc.checkpoint.verify import list_verified, mark_corruption, mark_verified
@@ -460,7 +460,7 @@ class Incidents:
             return set()
         run = self._run.events.origin.run
         folder = memory_folder(run)
-        line, held = read_line(folder), find_held(folder, run)[0]
+        line, held = read_line(folder), find_slots(folder, run)[0]
         return {one.record.step for one in held if line.verifies(one.record)}
 
     def report(self, step: int, found: Finding, action: str, suspects: Suspects) -> str | None:

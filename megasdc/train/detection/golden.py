@@ -42,7 +42,7 @@ from megasdc.sdc.golden import (
     Golden,
     GoldenAnswer,
     GoldenRun,
-    ask_ranks,
+    compare_ranks,
     compare_run,
     describe_differences,
     load_golden,
@@ -175,7 +175,7 @@ class Workload:
                 f"the golden workload skips step {skipped.step}: {skipped.skipped}; such a step updates nothing that "
                 f"could be verified; {remedy if self.engine.fp16_enabled() else 'lower the learning rate'}"
             )
-        return tracer.take()
+        return tracer.pop_trace()
 
     def _batches(self, case: Case) -> Iterator[MicroBatch]:
         """Micro-batches of all steps, the same on every replica, so that a replica's place has no effect."""
@@ -290,7 +290,7 @@ class GoldenCheck:
             beside = _Beside(part, self._dims)
         self._kept = beside if self._keep else None
         before = [_at_step(listener, step) for listener in self._before]
-        answer = ask_ranks(self._host, partial(beside.run, before), self._dims, beside.gaps, repeats)
+        answer = compare_ranks(self._host, partial(beside.run, before), self._dims, beside.gaps, repeats)
         if not self._keep:
             beside.workload.release()
             del beside

@@ -167,14 +167,14 @@ class NonFiniteSearch:
         def recompute(micro_batch: int) -> tuple[NonFiniteOrigin | None, None]:
             inputs.clear()
             self._recompute(engine, micro_batch)
-            own = recorder.take(run.dims)
+            own = recorder.pop_first(run.dims)
             return None if own is None else self._origin(own, inputs.finite(own.address), inputs_read=True), None
 
         before = None if seen is None else self._origin(seen, True, inputs_read=False)
         with ExitStack() as watching:
             if repeat:
                 watching.enter_context(self._observation.everything(recorder))
-                watching.enter_context(inputs.look_at(self._submodules))
+                watching.enter_context(inputs.watch_inputs(self._submodules))
             found, _ = find_first(run, before, engine.completed if repeat else 0, recompute, self._order)
         self.place = found.text
         if run.dims.rank != 0 or (found.origin is None and found.reproduced is None):

@@ -12,7 +12,7 @@ from megasdc.common.addresses import WEIGHT_GRAD, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.model.submodules import Submodule
-from megasdc.sdc.referee.recompute import LINEAR, Call, Exhibit, kept_calls, make_exhibit
+from megasdc.sdc.referee.recompute import LINEAR, Call, Exhibit, make_exhibit, record_calls
 from megasdc.sdc.rows import PRODUCTS, WrongRow, check_rows
 
 
@@ -100,7 +100,7 @@ class RowChecks(Hook):
 
     def _keep(self, micro_batch: int) -> None:
         if self._due is not None and micro_batch == self.micro_batch:
-            self._keeping = kept_calls(self._due[0].module, self._calls)
+            self._keeping = record_calls(self._due[0].module, self._calls)
             self._keeping.__enter__()
 
     def _stop(self) -> None:

@@ -127,7 +127,7 @@ class PermutedReplay:
         if engine.replay is None:
             return self.replay(engine, recompute_micro_batch)
         engine.replay = None
-        return self._tracer.take()
+        return self._tracer.pop_trace()
 
     def replay(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
         """Compute the audited micro-batch once more with elements in other places, after all others.
@@ -141,7 +141,7 @@ class PermutedReplay:
 
         Collective: all ranks of the world.
         """
-        return self._places.learn(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])
+        return self._places.update(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])
 
 
 logger = logging.getLogger(__name__)
@@ -404,16 +404,16 @@ class StepChecker(Hook):
         budget, repaired = self.budget, False
         while True:
             with budget.looks:
-                checked = compare_recomputed(self._checked.take())
-                seen = self._finite.take(engine.dims)
+                checked = compare_recomputed(self._checked.pop_trace())
+                seen = self._finite.pop_first(engine.dims)
             with budget.fixed:
                 parameters = self._parameters.take()
             with budget.audits:
                 if self._extra is not None:
                     self._compute_extra(engine, self._extra)
-                audited, moved = self._audited.take(), self._move(engine)
+                audited, moved = self._audited.pop_trace(), self._move(engine)
             links, of_copy = self._links()
-            settings = self._policy.settings.take() if self._always_on.enabled else NONE
+            settings = self._policy.settings.pop_digest() if self._always_on.enabled else NONE
             evidence = Evidence(
                 parameters=parameters,
                 audited=audited,
@@ -562,14 +562,14 @@ class StepChecker(Hook):
         """
         if micro_batch is None and self._extra is not None:
             self._compute_extra(engine, self._extra)
-            return self._audited.take(), Trace()
+            return self._audited.pop_trace(), Trace()
         micro_batch = micro_batch or 0
         if micro_batch < engine.completed:
             if engine.is_first_stage() or engine.is_last_stage():
                 self._batches.rewind(micro_batch)
             engine.recompute_micro_batch(micro_batch)
-        self._finite.take(engine.dims)
-        return self._audited.take(), self._checked.take()
+        self._finite.pop_first(engine.dims)
+        return self._audited.pop_trace(), self._checked.pop_trace()
 
     def _tell_weaker(self, texts: Mapping[str, str]) -> None:
         """Print the table of what is covered again, and write its event: checks compare less than it said."""
@@ -621,7 +621,7 @@ class StepChecker(Hook):
             if self.chain is not None:
                 self.chain.before_save()
             links, of_copy = self._links()
-            settings = self._policy.settings.take()
+            settings = self._policy.settings.pop_digest()
             evidence = Evidence(
                 parameters=self._parameters.take(),
                 audited=Trace(),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasdc.attached.attributes import attributes_kept
+from megasdc.attached.attributes import preserve_attributes
 from megasdc.attached.batch_replayer import Batch, BatchReplayer, SentTensor
 from megasdc.attached.record import ResultRecorder, choose_watched
 from megasdc.common.errors import ConfigError
@@ -189,7 +189,7 @@ def test_what_is_kept_stays_the_same_object() -> None:
     model.others = model.forward_only = iter([1, 2])  # which the training moves on, too
     others = model.others
     untouched = model.aside[0].weight.data
-    with attributes_kept(model):
+    with preserve_attributes(model):
         model(torch.randn(4, 8))
         model.running, model.cache = torch.ones(3), None
         running.resize_(99).fill_(2)

@@ -15,7 +15,7 @@ from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.incident import Opinion
 from megasdc.sdc.referee import rounding
 from megasdc.sdc.referee.recompute import Exhibit
-from megasdc.sdc.referee.referee import Referee, Subject, heard, shown_by
+from megasdc.sdc.referee.referee import Referee, Subject, judge_exhibits, shown_by
 from megasdc.sdc.referee.rounding import Exact
 from tools.trainings.pair import Side, judge_pair
 
@@ -76,7 +76,7 @@ def test_a_model_that_cannot_be_judged_goes_on(kind: Callable[[], nn.Module], wa
 
 def _hear(mine: dict[int, Iterator[Any]]) -> tuple[Opinion, int]:
     """What all ranks, and one that has nothing to show, say, and how often they have answered."""
-    asked = [heard(ADDRESS, [*mine], one) for one in (*mine.values(), iter(()))]
+    asked = [judge_exhibits(ADDRESS, [*mine], one) for one in (*mine.values(), iter(()))]
     sent: list[Any] = [next(one) for one in asked]
     count = 1
     while True:
@@ -155,7 +155,7 @@ def test_a_rank_whose_calls_cannot_be_kept_repeats_what_the_others_do(subject_of
         repeats.append(1)
         return {0: 1}
 
-    (shown,) = Referee(subject_of, 0, None).show(ADDRESS, {0: 1, 1: 2}, repeat)
+    (shown,) = Referee(subject_of, 0, None).exhibits(ADDRESS, {0: 1, 1: 2}, repeat)
     assert "cannot be judged" in str(shown) and repeats == [1]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from megasdc.attached.audit import StillBuffers
 from megasdc.attached.copies import judge_copies
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.referee.referee import heard
+from megasdc.sdc.referee.referee import judge_exhibits
 from megasdc.sdc.verdict import RankVerdict
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import default_algorithm
@@ -59,7 +59,7 @@ class _Replicas:
 
     def compare(self) -> tuple[list[str], tuple[RankVerdict, ...], bool]:
         """Names of those that differ, the rulings, and whether anything had to be looked at."""
-        seen = [one.look() for one in self.buffers]
+        seen = [one.read() for one in self.buffers]
         asked = len({checksum for checksum, _ in seen}) > 1 or any(moved for _, moved in seen)
         if not asked:
             return [], (), False
@@ -145,7 +145,7 @@ def test_a_dispute_says_whose_buffers_differ_and_judges_with_none() -> None:
         at for at, pair in enumerate(zip(*(one.checksums for one in traces), strict=True)) if len(set(pair)) > 1
     )
     address, values = traces[0].addresses[place], {rank: one.checksums[place] for rank, one in enumerate(traces)}
-    hearings = [heard(address, values, one.show(address, values, place)) for one in sides]
+    hearings = [judge_exhibits(address, values, one.show(address, values, place)) for one in sides]
     sent = [next(one) for one in hearings]
     opinion = None
     while opinion is None:

@@ -57,7 +57,7 @@ def _meanings(results: Callable[[Tensor], Any], **options: Any) -> tuple[Any, An
     kept = batches.kept[0]
     assert kept.batch is not None
     BatchReplayer(model, CPU, recorder, 0, lambda: None).compute(kept.batch, 1, kept.state)
-    found = batches.finite.take(ONE), again.take(ONE)
+    found = batches.finite.pop_first(ONE), again.pop_first(ONE)
     seen, computed = (None if one is None or one.address.phase != FORWARD else one.address for one in found)
     return (
         seen and meanings.of(seen, recomputed=False),
@@ -106,11 +106,11 @@ def test_a_nan_that_was_not_reproduced_is_told_of_each_rank(caplog: pytest.LogCa
     """It may be the rank's fault; one that comes again whenever computed is the data's, and told once."""
     told = Warnings()
     for step, rank, reproduced in ((3, 0, False), (100, 5, False), (101, 5, False), (102, 5, True), (103, 6, True)):
-        told.tell(step, _of_rank(rank, step, reproduced), [])
+        told.warn(step, _of_rank(rank, step, reproduced), [])
     assert [one.partition(":")[0] for one in caplog.messages] == ["step 3", "step 100", "step 102"]
     assert "rank 5 (host5)" in caplog.messages[1]
     caplog.clear()
-    told.tell_repeats()
+    told.log_repeats()
     once, other = caplog.messages
     assert once.startswith("NaN or Inf again in 1 more steps, the last is step 101: ") and "rank 5 (host5)" in once
     assert other == f"NaN or Inf again in 1 more steps, the last is step 103: {SEEN}"
@@ -121,14 +121,14 @@ def test_what_came_again_is_told_in_words_and_at_the_end(caplog: pytest.LogCaptu
     told = Warnings()
     lacks = ["micro-batch 0 of rank 0: more bytes than nonfinite.keep_mib"]
     for step in (1, 2, 3):
-        told.tell(step, Explanation(None, None, None), lacks)
+        told.warn(step, Explanation(None, None, None), lacks)
     caplog.clear()
-    told.tell_repeats()
+    told.log_repeats()
     (again,) = caplog.messages
     assert again.startswith("NaN or Inf again in 2 more steps, the last is step 3: ") and again.endswith(lacks[0])
     assert "no micro-batch could be computed again" in again and "None" not in again
     caplog.clear()
-    told.tell(7, Explanation(None, None, None), lacks)
+    told.warn(7, Explanation(None, None, None), lacks)
     with caplog.at_level(logging.WARNING):
         del told
         gc.collect()

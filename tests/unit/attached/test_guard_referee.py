@@ -9,7 +9,7 @@ import pytest
 
 from megasdc.common.addresses import FORWARD, Address
 from megasdc.sdc.incident import Opinion
-from megasdc.sdc.referee.referee import heard
+from megasdc.sdc.referee.referee import judge_exhibits
 from megasdc.sdc.verdict import OWN_CODE, REFEREE
 from tools.trainings.engines import PERSISTENT, SDPA, Planted, wrong_attention
 from tools.trainings.pair import Judged, Side, build_model, draw_batch, judge_pair
@@ -95,7 +95,7 @@ def test_what_is_not_repeated_and_what_is_not_computed_are_two_reasons() -> None
     texts = "it did not repeat", "it is no result that the referee computes"
 
     def opinion(shown: tuple[str, str]) -> Opinion:
-        asked = heard(address, [0, 1], iter(shown[:1]))
+        asked = judge_exhibits(address, [0, 1], iter(shown[:1]))
         sent: list[Any] = [next(asked), shown[1]]
         try:
             while True:

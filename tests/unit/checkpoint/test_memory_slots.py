@@ -45,7 +45,7 @@ def saver_of(folder: Path, answers: list[TaskResult]) -> Any:
     """A saver of one rank whose writer answers so."""
     place: Any = SimpleNamespace(gather=lambda own: [own], leader=True, node="here")
     saver: Any = MemorySaver(folder, "run", 1, ParallelDims(1, 1, 1, 0), place, torch.device("cpu"), 1)
-    saver._writer = SimpleNamespace(answer=lambda: answers.pop(0) if answers else None, close=lambda: None)
+    saver._writer = SimpleNamespace(poll_result=lambda: answers.pop(0) if answers else None, close=lambda: None)
     return saver
 
 
@@ -77,7 +77,7 @@ def test_a_slot_that_failed_is_not_whole_where_another_holds_nan(tmp_path: Path)
         sent(saver, step)
     assert saver._own_newest() == 1
     next(one for one in saver._slots if not one.step).step = 3
-    saver._give_up_non_finite(3)
+    saver._discard_non_finite(3)
     assert saver._own_newest() == 1
     assert saver._problem is not None and saver._problem.text == "no room"
 
@@ -87,12 +87,12 @@ def test_what_a_run_went_on_from_stays_where_its_first_snapshot_fails(
 ) -> None:
     """Nothing newer is held yet."""
     held = SimpleNamespace(record=SimpleNamespace(rank=0, step=4), folder=Path("slot_0"))
-    monkeypatch.setattr(in_memory, "find_held", lambda *_: ([held], []))
+    monkeypatch.setattr(in_memory, "find_slots", lambda *_: ([held], []))
     saver = saver_of(tmp_path, [])
     assert saver.adopt(4)
     failed = sent(saver, 5)
     saver._problem = RankProblem("no room", True)
-    assert "no room" in saver._give_up()
+    assert "no room" in saver._abort()
     assert [one.step for one in saver._slots] == [4, 0, 0] and failed.step == 0
 
 

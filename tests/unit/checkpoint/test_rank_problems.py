@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from megasdc.checkpoint.async_save import OwnWriter, WriteTask, capture
+from megasdc.checkpoint.disk_saver import OwnWriter, WriteTask, capture
 from megasdc.checkpoint.writer_process import TaskResult
 
 
 def _failed(folder: Path, name: str) -> TaskResult:
     writer = OwnWriter()
     writer.send(WriteTask([capture({"x": torch.zeros(1_000_000)}, name)], folder, {}))
-    return writer.answer()
+    return writer.poll_result()
 
 
 def test_want_of_room_is_told_apart(tmp_path: Path) -> None:

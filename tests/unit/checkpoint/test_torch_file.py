@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasdc.checkpoint import allowlist, writer_main, writer_process
-from megasdc.checkpoint.async_save import Snapshot, capture, write_file
+from megasdc.checkpoint.disk_saver import Snapshot, capture, write_file
 from megasdc.checkpoint.manifest import digest_file
 from megasdc.checkpoint.tensor_files import Extent, StateFiles, read_whole
 from megasdc.checkpoint.writer_main import TornError, act, store

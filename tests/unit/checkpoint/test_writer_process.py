@@ -24,7 +24,7 @@ def writer() -> Iterator[WriterProcess]:
 
 def _answer(writer: WriterProcess, timeout_s: float = 60.0) -> TaskResult:
     until = time.monotonic() + timeout_s
-    while (found := writer.answer()) is None:
+    while (found := writer.poll_result()) is None:
         assert time.monotonic() < until, "no answer"
         time.sleep(0.01)
     return found

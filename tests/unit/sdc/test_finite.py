@@ -37,7 +37,7 @@ def test_kinds_are_told_apart(dtype, values, kind):
     assert non_finite_kind([tensor.t()]) == kind
     recorder = FiniteRecorder()
     recorder(_address(0), tensor)
-    found = recorder.take(ONE)
+    found = recorder.pop_first(ONE)
     assert (None if found is None else found.kind) == kind
 
 
@@ -46,7 +46,7 @@ def test_a_tensor_without_numbers_is_finite():
     recorder = FiniteRecorder()
     recorder(_address(0), torch.arange(4))
     recorder(_address(0), torch.zeros(0))
-    assert recorder.take(ONE) is None
+    assert recorder.pop_first(ONE) is None
     assert non_finite_kind([torch.arange(4), torch.zeros(0)]) is None
 
 
@@ -58,8 +58,8 @@ def test_the_first_of_a_rank_is_by_execution():
     recorder(_address(1), bad)
     recorder(_address(0, BACKWARD, slot="input"), bad)
     recorder(_address(0, BACKWARD, "2.layer.mlp.linear_fc2", "input"), bad)
-    assert recorder.take(ONE) == NonFinite(_address(0, BACKWARD, slot="input"), 2, NAN)
-    assert recorder.take(ONE) is None, "what was taken is gone"
+    assert recorder.pop_first(ONE) == NonFinite(_address(0, BACKWARD, slot="input"), 2, NAN)
+    assert recorder.pop_first(ONE) is None, "what was taken is gone"
 
 
 def test_the_first_of_all_ranks_follows_the_stages():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megasdc.attached.record import ResultRecorder, choose_watched
-from megasdc.sdc.referee.recompute import Call, kept_calls
+from megasdc.sdc.referee.recompute import Call, record_calls
 from megasdc.tensors.checksum import default_algorithm
 
 
@@ -28,7 +28,7 @@ class _Table(nn.Module):
 def test_no_hook_stays_on_a_parameter() -> None:
     """Of one that a submodule returns, or is given: each later backward pass would add to what was kept."""
     table, layer = _Table(), nn.Linear(2, 2)
-    with kept_calls(table) as calls, kept_calls(layer) as after:
+    with record_calls(table) as calls, record_calls(layer) as after:
         layer(table(torch.ones(1))).sum().backward()
     layer(table(torch.ones(1))).sum().backward()
     assert not table.table._backward_hooks
@@ -39,7 +39,7 @@ def test_a_gradient_that_comes_later_is_kept_with_what_is_not_copied() -> None:
     """A backward pass begins when the forward pass has ended."""
     layer = nn.Linear(2, 2)
     calls: list[Call] = []
-    with kept_calls(layer, calls):
+    with record_calls(layer, calls):
         output = layer(torch.ones(1, 2))
     output.sum().backward()
     assert len(calls[0].gradients) == 1
@@ -83,7 +83,7 @@ class _Token(nn.Linear):
 def test_methods_of_a_user_are_not_taken_for_those_of_megatron(kind: Callable[[int, int], nn.Module]) -> None:
     """What a submodule returns is what it is judged by."""
     layer, given = kind(2, 2), torch.ones(1, 2)
-    with kept_calls(layer) as calls:
+    with record_calls(layer) as calls:
         output = layer(given)
     assert len(calls) == 1 and calls[0].output is not None and torch.equal(calls[0].output, output)
     assert len(calls[0].args) == 1

@@ -54,7 +54,7 @@ def test_inputs_are_of_their_direction_and_time() -> None:
     layer = nn.Linear(2, 2)
     kinds = InputKinds()
     address = {phase: Address(1, 0, phase, "layer", "output") for phase in (FORWARD, RECOMPUTE, BACKWARD)}
-    with kinds.look_at([Submodule("layer", "kind", layer, {})]):
+    with kinds.watch_inputs([Submodule("layer", "kind", layer, {})]):
         result = layer(torch.ones(1, 2))
         layer(torch.tensor([[1.0, torch.inf]]))
         result.backward(torch.tensor([[torch.nan, 1.0]]))

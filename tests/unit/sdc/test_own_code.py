@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.sdc.referee.foreign import own_result, result_between
-from megasdc.sdc.referee.recompute import ESTIMATED, Exhibit, kept_calls
+from megasdc.sdc.referee.recompute import ESTIMATED, Exhibit, record_calls
 from megasdc.sdc.referee.referee import is_within, judge_rounding
 from megasdc.sdc.referee.rounding import Unfit, estimate
 
@@ -62,7 +62,7 @@ def _computed(module: Any, kind: torch.dtype, mixed: bool) -> tuple[Any, Any, li
     given = (torch.randn(SAMPLES, TOKENS, WIDTH) * 2).to(kind).requires_grad_()
     options = {"scale": torch.tensor(0.25, dtype=kind)} if isinstance(module, _Attention) else {}
     inner = getattr(module, "out", getattr(module, "down", None))
-    with kept_calls(module) as calls, kept_calls(inner) as inside, torch.autocast("cpu", enabled=mixed):
+    with record_calls(module) as calls, record_calls(inner) as inside, torch.autocast("cpu", enabled=mixed):
         found = module(given, **options)
         output = found[0] if isinstance(found, tuple) else found
         wanted = {"input": given, **dict(module.named_parameters(recurse=False))}
@@ -132,7 +132,7 @@ class _Talks(nn.Linear):
 def test_what_is_not_estimated_says_why(kind: Callable[[], nn.Module], reason: str) -> None:
     """A choice by values may tip, and nobody answers a rank that computes alone."""
     module = kind()
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         output = module(torch.randn(3, 4)).detach()
     exhibit = own_result(Address(1, 0, FORWARD, "m", "output"), calls, output)
     assert isinstance(exhibit, Exhibit)
@@ -143,7 +143,7 @@ def test_what_is_not_estimated_says_why(kind: Callable[[], nn.Module], reason: s
 def test_what_is_computed_several_times_is_not_judged() -> None:
     """Its gradients are of one of them, or sums."""
     module, given = nn.Tanh(), torch.randn(2, 4, requires_grad=True)
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         module(module(given)).sum().backward()
     assert given.grad is not None
     found = own_result(Address(1, 0, BACKWARD, "m", "input"), calls, given.grad)
@@ -197,7 +197,7 @@ def test_what_is_computed_in_fp64_changes_nothing_of_the_submodule(grad: bool) -
     """Buffers of fp64 on the host, tensors in attributes and containers, objects; also without gradients around."""
     torch.manual_seed(3)
     module, apart, given = _Keeps(), _Held(), torch.randn(5, 2, requires_grad=True)
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         output = module(given, apart)
         (gradient,) = torch.autograd.grad(output, given, torch.randn(5, 2))
     before, seen = _state(module), apart.seen.clone()
@@ -212,7 +212,7 @@ def test_compiled_calls_are_not_made_for_the_submodule() -> None:
     """A compiled call is bound to the submodule itself, whose statistics it would write."""
     module, given = nn.BatchNorm1d(2), torch.randn(5, 2)
     module._compiled_call_impl = module._call_impl  # type: ignore[assignment]  # as ``compile`` sets it
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         output = module(given)
     _exact(own_result(Address(1, 0, FORWARD, "m", "output"), calls, output.detach()))
     assert module.num_batches_tracked == 1
@@ -240,7 +240,7 @@ class _Around(nn.Module):
 def test_modules_that_cannot_be_copied_are_not_used(kind: Callable[[], nn.Module]) -> None:
     """They are the training's own."""
     module = kind()
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         output = module(torch.randn(3, 4)).detach()
     exhibit = own_result(Address(1, 0, FORWARD, "m", "output"), calls, output)
     assert isinstance(exhibit, Exhibit)

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.sdc.referee.foreign import is_plain, make_plain, tied_words
-from megasdc.sdc.referee.recompute import LIKELY, PROVED, kept_calls
+from megasdc.sdc.referee.recompute import LIKELY, PROVED, record_calls
 from megasdc.sdc.referee.referee import is_within
 
 SAMPLES, TOKENS, WIDTH, OUT = 3, 7, 40, 24
@@ -65,7 +65,7 @@ def _results(name: str, kind: torch.dtype, *, mixed: bool) -> Iterator[tuple[str
         parameter.data += torch.randn_like(parameter) * 30 * (parameter.dim() == 1)
     given = _given(name, kind)
     assert is_plain(module)
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         with torch.autocast("cpu", torch.bfloat16) if mixed else contextlib.nullcontext():
             output = module(given)
         slopes = torch.randn(output.shape).to(output.dtype)
@@ -122,7 +122,7 @@ def test_activations_of_several_operations_are_within(name: str, kind: torch.dty
     module: Any = nn.SiLU() if name == "silu" else nn.GELU("tanh" if name == "tanh" else "none")
     given = torch.cat((torch.linspace(-9, 9, 4001), torch.tensor([-60.0, 60.0]))).to(kind)[None].requires_grad_()
     slope = torch.ones_like(given)
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         torch.autograd.grad(module(given), given, slope)
     for compute in OTHERS[name]:
         output = compute(given)
@@ -142,7 +142,7 @@ def test_a_norm_of_its_own_class_is_believed_where_agreeing_elements_are_within(
             return given / (given.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt() * (1 + self.weight)
 
     module, given = Norm(WIDTH), torch.randn(2, WIDTH)
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         output = module(given).detach()
     exhibit = make_plain(Address(1, 0, FORWARD, "m", "output"), calls, output)
     assert exhibit is not None and exhibit.trust == LIKELY and exhibit.trust.compared
@@ -157,7 +157,7 @@ def test_the_gradient_of_a_weight_that_is_tied_is_the_sum_of_both(kind: torch.dt
     words, head = nn.Embedding(OUT, WIDTH, padding_idx=3).to(kind), nn.Linear(WIDTH, OUT, bias=False).to(kind)
     head.weight = words.weight
     ids = torch.randint(0, OUT, (SAMPLES, TOKENS))
-    with kept_calls(words) as of_words, kept_calls(head) as of_head, torch.autocast("cpu", enabled=mixed):
+    with record_calls(words) as of_words, record_calls(head) as of_head, torch.autocast("cpu", enabled=mixed):
         output = head(words(ids))
         (gradient,) = torch.autograd.grad(output, words.weight, torch.randn_like(output))
     exhibit = tied_words(of_words, of_head, gradient)
@@ -180,7 +180,7 @@ def test_what_is_not_known_is_left() -> None:
     assert not is_plain(_Other(4, 4)) and not is_plain(nn.LayerNorm(4, elementwise_affine=False))
     assert not is_plain(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))) and not is_plain(nn.Tanh())
     module, given = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         output = module(module(given))
         output.sum().backward()
     assert module.weight.grad is not None and given.grad is not None
@@ -188,11 +188,11 @@ def test_what_is_not_known_is_left() -> None:
     assert make_plain(first, calls, output) is not None
     for phase, slot, result in ((BACKWARD, "input", given.grad), (WEIGHT_GRAD, "weight", module.weight.grad)):
         assert make_plain(Address(1, 0, phase, "m", slot), calls, result, True) is None
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         module(given).sum().backward()
     address = Address(1, 0, WEIGHT_GRAD, "m", "weight")
     assert make_plain(address, calls, module.weight.grad) is None
     assert make_plain(address, calls, module.weight.grad, True) is not None
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         module(input=given)
     assert make_plain(first, calls, output) is None

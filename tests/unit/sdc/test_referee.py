@@ -17,8 +17,17 @@ from megasdc.common.addresses import FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.model.gpt import ACTIVATIONS, rotate
 from megasdc.model.kinds import NORM
 from megasdc.model.loss import TokenLoss
-from megasdc.sdc.referee.attention import Off, attended, elements, given, head_gradients, rotated, summed, unrotated
-from megasdc.sdc.referee.recompute import kept_calls, make_exhibit
+from megasdc.sdc.referee.attention import (
+    Off,
+    attended,
+    elements,
+    from_exact,
+    head_gradients,
+    rotated,
+    summed,
+    unrotated,
+)
+from megasdc.sdc.referee.recompute import make_exhibit, record_calls
 from megasdc.sdc.referee.referee import agreed, is_within, judge_rounding
 from megasdc.sdc.referee.rounding import (
     Exact,
@@ -265,7 +274,7 @@ def test_long_sums_of_a_layer_norm_are_within_the_bound(kind: torch.dtype, token
     """PyTorch adds them in their own type on a processor, in which 256 tokens of bf16 are as many as 4,000."""
     torch.manual_seed(9)
     module, given = nn.LayerNorm(40).to(kind), (torch.randn(tokens, 40) + torch.arange(40)).to(kind)
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         module(given.requires_grad_()).backward(torch.ones(tokens, 40, dtype=kind))
     for slot, parameter in module.named_parameters():
         assert parameter.grad is not None
@@ -281,7 +290,7 @@ def test_a_result_is_computed_from_the_call_that_made_it(trained: int) -> None:
     """Of two calls the first is the forward pass, the last the recomputation; gradients are of the one that has one."""
     torch.manual_seed(15)
     module, given = nn.LayerNorm(40), torch.randn(2, 7, 40)
-    with kept_calls(module) as calls:
+    with record_calls(module) as calls:
         outputs = []
         for place in (0, 1):
             with torch.set_grad_enabled(place == trained):
@@ -496,7 +505,7 @@ def test_attention_with_dropout_is_within_the_bound(kind: torch.dtype) -> None:
     future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     scores = (query @ key.T).float() * scale
     output = (scores.masked_fill(future, -torch.inf).softmax(-1).to(kind) * mask) @ value
-    asked, seen = given(factors[0]), given(factors[1])
+    asked, seen = from_exact(factors[0]), from_exact(factors[1])
     for row in (0, 5, 79):
         keys = seen.values[: row + 1], seen.bounds[: row + 1]
         one = asked.values[row], asked.bounds[row]

@@ -72,7 +72,7 @@ def test_a_tracer_records_what_it_was_asked_for(name: str) -> None:
     ]
     for address in (wanted[0], *others, wanted[1]):
         assert tracer(address, value) is None
-    trace = tracer.take()
+    trace = tracer.pop_trace()
     assert trace.addresses == wanted
     assert trace.checksums == [checksum(value, name)] * 2
-    assert not tracer.take()
+    assert not tracer.pop_trace()

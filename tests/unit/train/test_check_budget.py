@@ -132,7 +132,7 @@ def test_a_step_in_which_slices_find_something_does_not_count(
 ) -> None:
     """Whatever they find; with ``None`` they find nothing, take as long, and are looked at more rarely."""
     one = made(TimeShares(0.001, 0.0, 0.004, 0.001))
-    used: Any = SimpleNamespace(take=lambda: 7)
+    used: Any = SimpleNamespace(pop_digest=lambda: 7)
     told: list[int] = []
 
     def act(step: int, settles: object) -> bool:
@@ -151,7 +151,7 @@ def test_a_step_in_which_slices_find_something_does_not_count(
     monkeypatch.setattr(slice_checks, "compare_replicas", agreed)
     monkeypatch.setattr(slice_checks, "gather_objects", lambda value, group: [value])
     checks: Any = SliceChecks(1, act, lambda texts: None, one, used, Checkable())
-    checks._updates = SimpleNamespace(changed=None, finish=finish, keep=lambda turn: None)
+    checks._updates = SimpleNamespace(changed=None, finish=finish, snapshot=lambda turn: None)
     checks._slices, checks._looks, checks._is_whole = SimpleNamespace(period=1), True, True
     engine: Any = SimpleNamespace(is_skipped=False, dims=ParallelDims(1, 1, 1))
 
@@ -199,7 +199,7 @@ def test_only_the_innermost_stopwatch_runs(clock: Clock) -> None:
         with inner, inner:
             clock.now += 10
         clock.now += 100
-    assert (outer.take(), inner.take(), outer.take()) == (101, 10, 0)
+    assert (outer.pop_seconds(), inner.pop_seconds(), outer.pop_seconds()) == (101, 10, 0)
 
 
 def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def _steps(wrong: Mapping[int, str], skipped: int | None = None) -> Iterator[Own
         if RESET.is_due(step):
             RESET.reset(inner)
         if step == skipped:
-            yield used.own(step)
+            yield used.settings_of(step)
             continue
         if wrong.get(step) == "lr":
             inner.param_groups[0]["lr"] *= 1.01
@@ -45,7 +45,7 @@ def _steps(wrong: Mapping[int, str], skipped: int | None = None) -> Iterator[Own
         flat.grad = torch.ones(4)
         inner.step()
         schedule.step()
-        yield used.own(step)
+        yield used.settings_of(step)
 
 
 @pytest.mark.parametrize("setting", ["lr", "step"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasdc.checkpoint.files import hash_file, list_replaced, list_steps, step_folder
-from megasdc.checkpoint.host_memory import MemorySlot, find_held
+from megasdc.checkpoint.host_memory import MemorySlot, find_slots
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.durable import REPLACED_PREFIX
 from megasdc.common.host import own_prefix, shared_folder
@@ -59,7 +59,7 @@ def lose_memory(run: Path, host: str) -> None:
 
 def slots(run: Path, hosts: Sequence[str], rank: int, *, guests: bool) -> list[MemorySlot]:
     """What hosts hold of a rank; ``guests``: at its partner, not where it ran."""
-    found = [one for host in hosts for one in find_held(host_memory(run, host), run_id(run))[0]]
+    found = [one for host in hosts for one in find_slots(host_memory(run, host), run_id(run))[0]]
     return [one for one in found if one.is_guest == guests and one.record.rank == rank]
 
 
@@ -76,7 +76,7 @@ def look(run: Path, checkpoints: Path, hosts: Sequence[str], ranks: int) -> Hold
 def _whole_in_memory(run: Path, hosts: Sequence[str], ranks: int) -> Iterator[int]:
     found: dict[tuple[int, int], set[int]] = {}
     for host in hosts:
-        for held in find_held(host_memory(run, host), run_id(run))[0]:
+        for held in find_slots(host_memory(run, host), run_id(run))[0]:
             if _is_whole(held):
                 found.setdefault((held.record.step, held.record.start), set()).add(held.record.rank)
     return (step for (step, _), holders in found.items() if len(holders) == ranks)

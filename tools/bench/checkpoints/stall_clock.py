@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megasdc.checkpoint import async_save, in_memory
-from megasdc.checkpoint.async_save import Snapshot
+from megasdc.checkpoint import disk_saver, in_memory
+from megasdc.checkpoint.disk_saver import Snapshot
 from megasdc.checkpoint.writer_process import StoreTask, TaskResult, WriterProcess
 from tools.bench.clocks import Clock
 
@@ -57,7 +57,7 @@ class SaveClock(Clock):
 
     def attach(self) -> None:
         """Time all snapshots and writers of this process from now on."""
-        for module in (async_save, in_memory):
+        for module in (disk_saver, in_memory):
             module.capture_engine = self.wrap(CAPTURE, module.capture_engine)  # type: ignore[attr-defined]
         Snapshot.prepare = self.wrap(ALLOCATE, Snapshot.prepare)  # type: ignore[method-assign, assignment]
         Snapshot.wait = self.wrap(WAIT, Snapshot.wait)  # type: ignore[method-assign, assignment]
@@ -81,7 +81,7 @@ class SaveClock(Clock):
         Snapshot._copy = copy_timed  # type: ignore[method-assign, assignment]
 
     def _watch_writers(self) -> None:
-        send, answer = WriterProcess.send, WriterProcess.answer
+        send, answer = WriterProcess.send, WriterProcess.poll_result
 
         def send_noted(process: WriterProcess, task: Any) -> None:
             began = time.perf_counter()
@@ -101,4 +101,4 @@ class SaveClock(Clock):
             return found
 
         WriterProcess.send = send_noted  # type: ignore[method-assign, assignment]
-        WriterProcess.answer = answer_noted  # type: ignore[method-assign, assignment]
+        WriterProcess.poll_result = answer_noted  # type: ignore[method-assign, assignment]

@@ -129,7 +129,7 @@ class BubblesRank:
         result = self.engine.train_step(self._batches)
         took = time.perf_counter() - began
         self._run.progress.step = result.step
-        replay_s = detection.budget.replays.take()
+        replay_s = detection.budget.replays.pop_seconds()
         if replay_s:
             replay_s += self._sleeper.replay_s
         detection.after_step(self._run, result)

@@ -229,7 +229,7 @@ class LiveCampaign:
         self._gate.finish()
         firings = _all_of(injector.firings if injector else [])
         golden = {one.rank for one in _all_of(in_golden.firings if in_golden else []) if one.changed}
-        replayed = any(gather_objects(differs_from_repeat(gradients.take())))
+        replayed = any(gather_objects(differs_from_repeat(gradients.pop_trace())))
         if case.row == CLEAN:
             return [self._clean(result, case.uneven) for result in results.kept]
         return [self._harmed(case, firings, golden, results.kept, replayed)]

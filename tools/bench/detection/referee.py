@@ -23,7 +23,7 @@ from megasdc.config.sections import DeterminismSection
 from megasdc.determinism import set_deterministic
 from megasdc.model.gpt import ACTIVATIONS
 from megasdc.model.loss import TokenLoss
-from megasdc.sdc.referee.attention import attended, elements, given, head_gradients
+from megasdc.sdc.referee.attention import attended, elements, from_exact, head_gradients
 from megasdc.sdc.referee.referee import judge_rounding
 from megasdc.sdc.referee.rounding import (
     Exact,
@@ -336,7 +336,7 @@ def _attention_gradient(place: int, width: int, kind: torch.dtype) -> Drawn:
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return torch.autograd.grad(output, (q, k, v), slope)[place]
 
-    found = head_gradients(given(query[0, 0]), given(key[0, 0]), value[0, 0], slope[0, 0], scale, kind)[place]
+    found = head_gradients(from_exact(query[0, 0]), from_exact(key[0, 0]), value[0, 0], slope[0, 0], scale, kind)[place]
     return compute, elements(found, torch.arange(256).repeat_interleave(64), torch.arange(64).repeat(256), kind)
 
 

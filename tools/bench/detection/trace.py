@@ -182,7 +182,7 @@ def _step(engine: TrainingEngine, batches: Iterator[Any], name: str, folder: Pat
     began = time.perf_counter()
     engine.train_step(batches)
     taken = time.perf_counter()
-    trace = tracer.take()
+    trace = tracer.pop_trace()
     writer.append(trace)
     ended = time.perf_counter()
     observer.close()

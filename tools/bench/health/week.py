@@ -23,7 +23,7 @@ from megasdc.ops.devices.readings import COUNTERS, DeviceHistory, DeviceReading
 from megasdc.ops.devices.rules import judge_device
 from megasdc.ops.health import agent
 from megasdc.ops.health.agent import MAX_LINES_BYTES, AgentLog
-from megasdc.ops.health.limits import Durations, keep_durations, load_durations, merged_counts
+from megasdc.ops.health.limits import Durations, load_durations, merged_counts, save_durations
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
 from megasdc.ops.health.links.watch import LinkWatch
 from megasdc.ops.health.phases import Phase
@@ -195,7 +195,7 @@ def link_growth(_folder: Path, measurements: int) -> Growth:
 
         def measure(number: int) -> object:
             slow = number // 200 % RANKS if number // 50 % 4 == 0 else -1
-            return watch.take([_link(one, drawn, 0.01 if one == slow else 0.0) for one in range(RANKS)])
+            return watch.update([_link(one, drawn, 0.01 if one == slow else 0.0) for one in range(RANKS)])
 
         return measure
 
@@ -226,7 +226,7 @@ def duration_growth(folder: Path, looks: int) -> Growth:
             writer.count()
             found = merged_counts([kept, reader.durations()])
             if number % 1000 == 0:
-                keep_durations(kept_file, found)
+                save_durations(kept_file, found)
             return found
 
         return look

@@ -41,7 +41,7 @@ _fronts: dict[str, FrontAddress] = {}
 """Fronts that this process knows, by launch: there is no file any more when its ranks begin again."""
 
 
-def keep_front(front: FrontAddress) -> None:
+def register_front(front: FrontAddress) -> None:
     """Remember a front for when the ranks of its launch begin again in these processes."""
     _fronts[front.launch_id] = front
 

@@ -50,7 +50,7 @@ class ClockMeasurement:
     def __init__(self) -> None:
         self._samples: deque[HostClock] = deque(maxlen=SAMPLES)
 
-    def take(self, sent: ClockReading, answer: Mapping[str, Any], received: ClockReading) -> None:
+    def add_exchange(self, sent: ClockReading, answer: Mapping[str, Any], received: ClockReading) -> None:
         """Take one exchange; an answer without the front's clocks, of an earlier version, tells nothing."""
         front = answer.get("clock")
         if not isinstance(front, list) or len(front) != 2 or not all(map(_is_number, front)):
@@ -87,7 +87,7 @@ class HostClocks:
             path.unlink(missing_ok=True)
         self.of_host: dict[str, HostClock] = {}
 
-    def look(self) -> None:
+    def check_own_date(self) -> None:
         """See whether this host's own date was set; the others then seem to have been set the other way."""
         now = ClockReading.now()
         step_s = (now.date - self._last.date) - (now.monotonic - self._last.monotonic)
@@ -96,7 +96,7 @@ class HostClocks:
             self._say(f"clocks: the date of this host, where the launch was started, was set by {step_s:+.1f} s")
             self._told = {host: ahead_s - step_s for host, ahead_s in self._told.items()}
 
-    def take(self, host: str, raw: object) -> None:
+    def update(self, host: str, raw: object) -> None:
         """Take what an agent has found; what cannot be read is passed over: nothing depends on it."""
         clock = _read(raw)
         if clock is None:

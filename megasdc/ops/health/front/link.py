@@ -58,7 +58,7 @@ class CoordinatorClient:
         try:
             if self._messages is None:
                 self._messages, self._told = self._connect(), None
-            self._tell(self._messages)
+            self._send_state(self._messages)
         except OSError:
             self.close()
             self._try_at = time.monotonic() + RETRY_S
@@ -70,7 +70,7 @@ class CoordinatorClient:
             connect(front.address, front.port, bytes.fromhex(front.secret), asdict(self._hello), ANSWER_S)
         )
 
-    def _tell(self, messages: MessageChannel) -> None:
+    def _send_state(self, messages: MessageChannel) -> None:
         own = self.own
         message: dict[str, Any] = {"ended": own.ended, "stuck": own.report is not None, "problem": own.problem}
         if own.unwatched:
@@ -82,7 +82,7 @@ class CoordinatorClient:
         sent = ClockReading.now()
         messages.send(message, ANSWER_S)
         self._answer = messages.receive(ANSWER_S)
-        self._clocks.take(sent, self._answer, ClockReading.now())
+        self._clocks.add_exchange(sent, self._answer, ClockReading.now())
         self._told, self._heard_at = own, time.monotonic()
 
     def close(self) -> None:

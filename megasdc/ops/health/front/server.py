@@ -93,11 +93,11 @@ class HangMonitor:
                 self._run, self._num_nodes, self._hosts, self._conclusion = hello.run, hello.num_nodes, {}, None
             self._hosts[hello.node] = AgentState(hello.host, time.monotonic())
 
-    def hear(self, hello: Hello, message: Mapping[str, Any]) -> dict[str, Any]:
+    def handle_message(self, hello: Hello, message: Mapping[str, Any]) -> dict[str, Any]:
         """Take a host's message, and return the answer to it."""
         with self._lock:
             self._after_pause()
-            self._clocks.take(hello.host, message.get("clock"))
+            self._clocks.update(hello.host, message.get("clock"))
             if hello.run != self._run:
                 return {"judges": False, "leave": None}
             host = self._hosts[hello.node]
@@ -106,14 +106,14 @@ class HangMonitor:
             host.heard_at, host.silent = time.monotonic(), False
             host.stuck, host.ended = message.get("stuck") is True, message.get("ended") is True
             host.unwatched = message.get("unwatched") is True
-            self._take_problem(host, message.get("problem"))
+            self._record_problem(host, message.get("problem"))
             if "report" in message:
                 host.report = self._readable(host, message["report"])
             self._judge()
             leave = None if self._conclusion is None else self._conclusion.leave
             return {"judges": len(self._hosts) == self._num_nodes, "leave": leave}
 
-    def _take_problem(self, host: AgentState, problem: object) -> None:
+    def _record_problem(self, host: AgentState, problem: object) -> None:
         if isinstance(problem, str) and problem != host.problem:
             host.problem = problem
             self._say(f"health: {host.host}: {problem or 'its agent works again'}")
@@ -129,12 +129,12 @@ class HangMonitor:
             return None
         return report
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Tell of hosts that are heard no more, and judge again."""
         with self._lock:
             self._after_pause()
             self._looked_at = time.monotonic()
-            self._clocks.look()
+            self._clocks.check_own_date()
             for host in self._hosts.values():
                 if self._is_lost(host) and not host.silent:
                     host.silent = True
@@ -215,16 +215,16 @@ class Coordinator:
         self._door = Door(address, secret, self._serve, lambda text: say(f"health: {text}"))
         self.front = FrontAddress(launch_id, address, self._door.port, secret.hex())
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="health", daemon=True)
+        self._thread = threading.Thread(target=self._check_periodically, name="health", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # no further thread
             self._door.close()
             raise OSError(f"nothing can judge on {address}: {error}") from error
 
-    def _look(self) -> None:
+    def _check_periodically(self) -> None:
         while not self._closed.wait(LOOK_S):
-            self.standstill.look()
+            self.standstill.check()
 
     def _serve(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         """Answer an agent's messages until it leaves."""
@@ -232,7 +232,7 @@ class Coordinator:
         self.standstill.greet(agent)
         with contextlib.suppress(ConnectionError, TimeoutError, WireError):
             while True:
-                answer = self.standstill.hear(agent, messages.receive(LOST_S))
+                answer = self.standstill.handle_message(agent, messages.receive(LOST_S))
                 now = ClockReading.now()
                 messages.send({**answer, "clock": [now.date, now.monotonic]}, ANSWER_S)
 

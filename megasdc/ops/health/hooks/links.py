@@ -215,7 +215,7 @@ class LinkPings(Hook):
 
     def _count_sent(self, table: torch.Tensor) -> None:
         """Add what this rank's connections have sent; each rank of a host does so."""
-        for host, sent in self._sent.look().items():
+        for host, sent in self._sent.pop_sent().items():
             if host in self._columns:
                 row, way = self._columns[host]
                 table[row, way : way + 2] = torch.tensor([sent.segments, sent.lost])
@@ -253,7 +253,7 @@ class LinkPings(Hook):
             if counted := [one.loss for one in carried.values() if one.segments]:
                 metrics["health/resent_share"] = max(counted)
             self._writer.write(run.step, metrics)
-        begun, ended = self._watch.take(figures, carried)
+        begun, ended = self._watch.update(figures, carried)
         for place, found in name_places(list(self._watch.slow.values())).items():
             if any(one in begun for one in found):
                 self._report(place, found)

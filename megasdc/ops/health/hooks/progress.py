@@ -20,7 +20,7 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.ops.health.agent import AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
-from megasdc.ops.health.front.address import FrontAddress, claim_front, keep_front
+from megasdc.ops.health.front.address import FrontAddress, claim_front, register_front
 from megasdc.ops.health.front.clocks import TOLD_S
 from megasdc.ops.health.instructions import PHASES
 from megasdc.ops.health.phases import Phase
@@ -53,7 +53,7 @@ class Health(Hook):
     """
 
     def __init__(self, section: HealthSection, run: Run, leave: LeaveRank | None) -> None:
-        identity, options, front = _meet_host(section, run)
+        identity, options, front = _agree_on_hosts(section, run)
         self._record = _open_record(run, identity, options.folder)
         self._step = run.step + 1
         groups = {phase: run.engine.mpu.get_data_parallel_group() for phase in (Phase.REDUCTION, Phase.OPTIMIZER)}
@@ -65,12 +65,12 @@ class Health(Hook):
         self._agent = AgentProcess(options, front, identity.run) if identity.local_rank == 0 else None
         if self._agent is not None:
             self._agent.start()
-            self._tell_news(run)
-            self._watch = RankWatch(self._record, partial(_leave, leave), self._agent.look)
+            self._report_news(run)
+            self._watch = RankWatch(self._record, partial(_leave, leave), self._agent.check)
         else:
             self._watch = RankWatch(self._record, partial(_leave, leave))
 
-    def _tell_news(self, run: Run) -> None:
+    def _report_news(self, run: Run) -> None:
         """Report what has happened to the agent of this host."""
         while self._agent is not None and self._agent.news:
             name, problem = self._agent.news.popleft()
@@ -121,7 +121,7 @@ class Health(Hook):
         """Hooks between steps follow."""
         self._step = run.step + 1
         self._enter("BETWEEN")
-        self._tell_news(run)
+        self._report_news(run)
 
     def on_end(self, run: Run) -> None:
         """The run has ended without an error; other hooks may still save."""
@@ -144,7 +144,7 @@ def _leave(leave: LeaveRank | None, code: int, message: str) -> None:
     os._exit(code)
 
 
-def _meet_host(section: HealthSection, run: Run) -> tuple[WatchedIdentity, AgentOptions, FrontAddress | None]:
+def _agree_on_hosts(section: HealthSection, run: Run) -> tuple[WatchedIdentity, AgentOptions, FrontAddress | None]:
     """Agree on a name for this start, on who is on which host, and on the front, which rank 0 has been told.
 
     Collective: all ranks of the run.
@@ -157,7 +157,7 @@ def _meet_host(section: HealthSection, run: Run) -> tuple[WatchedIdentity, Agent
     everyone = gather_objects(own, run.host_group)
     _, name, front = everyone[0]
     if front is not None:
-        keep_front(front)
+        register_front(front)
     nodes = tuple(dict.fromkeys(one[0] for one in everyone))
     here = tuple(rank for rank, one in enumerate(everyone) if one[0] == host)
     folder = record_folder(name, nodes.index(host))

@@ -83,7 +83,7 @@ class StragglerWatch(Hook):
             try:
                 self._report.write_suspects(self._stragglers, run.step)
             except OSError as error:
-                _tell_unwritten(run, error)
+                _report_unwritten(run, error)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Judge the step before, and hand over the times of this one."""
@@ -105,7 +105,7 @@ class StragglerWatch(Hook):
             is_due = self._report.write(change, self._stragglers, run.step)
         except OSError as error:
             is_due = True
-            _tell_unwritten(run, error)
+            _report_unwritten(run, error)
         if is_due and self._writer is not None:
             self._writer.write(run.step, metrics(self._stragglers))
 
@@ -114,7 +114,7 @@ class StragglerWatch(Hook):
         self._garbage.close()
 
 
-def _tell_unwritten(run: Run, error: OSError) -> None:
+def _report_unwritten(run: Run, error: OSError) -> None:
     logger.warning("health: who is slow cannot be written: %s", error)
     run.events.emit("health", "unwritten", step=run.step, problem=str(error))
 

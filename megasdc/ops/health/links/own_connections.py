@@ -81,7 +81,7 @@ class SentToHosts:
     def __len__(self) -> int:
         return len(self._known)
 
-    def look(self) -> dict[str, SentBytes]:
+    def pop_sent(self) -> dict[str, SentBytes]:
         """What was sent to each host since the look before; connections that are closed by now do not count."""
         counts: dict[str, SentBytes] = {}
         for descriptor, (host, cookie, before) in list(self._known.items()):

@@ -38,7 +38,7 @@ class CarriedWatch:
         self._counted: defaultdict[Pair, deque[SentBytes]] = defaultdict(lambda: deque(maxlen=COUNTED))
         self._lossy: set[Pair] = set()
 
-    def take(self, carried: Mapping[Pair, SentBytes]) -> dict[Pair, SentBytes]:
+    def update(self, carried: Mapping[Pair, SentBytes]) -> dict[Pair, SentBytes]:
         """Judge a look; returns the directions that lose segments, with the last counts.
 
         Args:
@@ -99,7 +99,7 @@ class LinkWatch:
         self._carried = CarriedWatch()
         self._streak: defaultdict[Pair, int] = defaultdict(int)
 
-    def take(
+    def update(
         self, figures: Sequence[LinkFigures], carried: Mapping[Pair, SentBytes] | None = None
     ) -> tuple[list[SlowLink], list[SlowLink]]:
         """Judge a measurement of all pairs; returns the links that became slow, and those that no longer are.
@@ -108,7 +108,7 @@ class LinkWatch:
             figures: of each pair.
             carried: what the run itself has sent since the measurement before, by (from, to), where that is known.
         """
-        lossy = self._carried.take(carried or {})
+        lossy = self._carried.update(carried or {})
         usual = {pair: combined(list(past)) for pair, past in self._past.items() if len(past) >= LEAST_PAST}
         found = {one.pair: one for one in judge_links([self._with_counts(one) for one in figures], usual, lossy)}
         begun, ended = [], []

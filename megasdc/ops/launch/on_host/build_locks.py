@@ -42,16 +42,16 @@ class BuildLocks:
         self._folder = None if folder is None else Path(folder).resolve()
         self._seen: dict[Path, _Lock] = {}
 
-    def look(self, pids: Iterable[int]) -> None:
+    def record_open(self, pids: Iterable[int]) -> None:
         """Note which locks these processes have open."""
         if self._folder is None:
             return
         for pid in pids:
             with suppress(OSError):  # it has ended
                 for number in os.listdir(f"/proc/{pid}/fd"):
-                    self._look_at(pid, number)
+                    self._record_file(pid, number)
 
-    def _look_at(self, pid: int, number: str) -> None:
+    def _record_file(self, pid: int, number: str) -> None:
         with suppress(OSError):  # it has just been closed
             path = Path(os.readlink(f"/proc/{pid}/fd/{number}"))
             if path.name == "lock" and path.parent.parent == self._folder:

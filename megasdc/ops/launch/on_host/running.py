@@ -20,14 +20,14 @@ def answer(request: dict[str, Any]) -> list[Any]:
     """
     sign = request["launch_id"].encode()
     if "run_dir" in request:
-        return _end_held(sign, request["run_dir"], request["kill"])
+        return _end_stopped(sign, request["run_dir"], request["kill"])
     found = [pid for pid in _pids() if _is_rank(pid, sign) or _is_launcher(pid, sign)]
     for pid in found if request.get("all") else []:
         _send(pid, signal.SIGKILL)
     return found
 
 
-def _end_held(sign: bytes, run_dir: str, kill: list[int]) -> list[tuple[int, str]]:
+def _end_stopped(sign: bytes, run_dir: str, kill: list[int]) -> list[tuple[int, str]]:
     found = []
     folder = json.dumps(run_dir).encode()
     for pid in _pids():

@@ -117,12 +117,12 @@ def test_summary_and_live_view_say_it_too(tmp_path: Path, monkeypatch: pytest.Mo
     assert (told["effective_ratio"], told["wall_s"]) == (pytest.approx(0.58), pytest.approx(200.0))
     assert told["parts"] == pytest.approx(WANTED)
     assert [one["ended"] for one in told["attempts"]] == ["host_lost", "done"]
-    assert RunWatcher(folder).look().effective_ratio == pytest.approx(0.58)
+    assert RunWatcher(folder).read().effective_ratio == pytest.approx(0.58)
     assert "effective time 58.0%" in CliRunner().invoke(app, ["top", str(folder)]).stdout
     plain = write_run(tmp_path / "plain", losses(20))
     page = write_report([plain]).page
     assert page.summary["goodput"] is None and "Where the time went" not in [one.heading for one in page.sections]
-    assert RunWatcher(plain).look().effective_ratio is None and summarize_run(plain).goodput is None
+    assert RunWatcher(plain).read().effective_ratio is None and summarize_run(plain).goodput is None
 
 
 def test_a_damaged_journal_leaves_the_rest_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_damaged_journal_leaves_the_rest_of_the_page(tmp_path: Path, monkeypat
     path.write_text(path.read_text().replace("replace hosts", "start again"))
     written = write_report([folder])
     assert any("where the time went is not shown: line 4" in note for note in written.as_dict()["notes"])
-    view = RunWatcher(folder).look()
+    view = RunWatcher(folder).read()
     assert view.effective_ratio is None and any("effective training time is left out" in note for note in view.notes)
 
 

@@ -32,7 +32,7 @@ def write_studies(folder: Path, modes: dict[str, str]) -> Path:
                 log = StudyLog(run, 1, 1, 20)
                 for step in (21, 22):
                     ratio = 0.0 if node == "healthy" else 0.06 * (step - 20)
-                    log.tell("gradient", step, fqn="*", difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
+                    log.write("gradient", step, fqn="*", difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
                 log.close()
     return folder
 

@@ -24,24 +24,24 @@ def write_study(folder: Path, mode: str) -> Path:
     """Write 20 steps of two replicas, of which the second is wrong in QKV of layer 2 at steps 5 to 7."""
     logs = [StudyLog(folder, rank, rank, 0) for rank in range(2)]
     for rank, log in enumerate(logs):
-        log.tell(
+        log.write(
             "start", 0, mode=mode, replicas=2, trusted=0, replica_rank=0, dp_rank=0, pp_rank=0, tp_rank=0, host="h"
         )
         for step in range(1, 21):
-            log.tell("loss", step, loss=4.0 - 0.1 * step + 0.01 * rank, trusted_loss=4.0 - 0.1 * step)
+            log.write("loss", step, loss=4.0 - 0.1 * step + 0.01 * rank, trusted_loss=4.0 - 0.1 * step)
     log = logs[1]
     for step in range(1, 21):
         for name in (f"2.layer.{QKV}", f"3.layer.{QKV}", f"2.layer.{FC1}"):
-            log.tell("compared", step, steps=1, fqn=name, phase="forward", slot="output", results=1, elements=1000)
+            log.write("compared", step, steps=1, fqn=name, phase="forward", slot="output", results=1, elements=1000)
         if mode == "computation_sync" and 5 <= step <= 7:
             wrong = {"mismatches": 4, "severity_count": 3, "severity_sum": 0.6, "severity_max": 0.5, "from_zero": 1}
             wrong |= {"non_finite": 0, "flips": {"3": 2, "22": 2}, "decades": {"-3": 1, "-1": 2}, "elements": 1000}
             where = {"micro_batch": 0, "fqn": f"2.layer.{QKV}", "phase": "forward", "slot": "output"}
-            log.tell("mismatch", step, dtype="float32", shape=[1000], samples=[[7, "0.5", "0.75"]], **where, **wrong)
+            log.write("mismatch", step, dtype="float32", shape=[1000], samples=[[7, "0.5", "0.75"]], **where, **wrong)
         if mode == "free_run":
             for place, name in enumerate(("*", f"2.layer.{QKV}", f"2.layer.{FC1}")):
                 ratio = 0.0 if step == 1 else 1e-4 * step * (place + 1)
-                log.tell("parameters", step, fqn=name, difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
+                log.write("parameters", step, fqn=name, difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
     for log in logs:
         log.close()
     return folder
@@ -97,7 +97,7 @@ def test_the_worst_step_decides_what_is_drawn(tmp_path: Path) -> None:
     log = StudyLog(folder, 1, 1, 20)
     for step, ratios in ((21, (0.5, 0.5, 0.0)), (22, (0.0, 0.0, 0.1)), (23, (0.0, 0.0, float("nan")))):
         for name, ratio in zip(("*", f"2.layer.{QKV}", f"2.layer.{FC1}"), ratios, strict=True):
-            log.tell("gradient", step, fqn=name, difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
+            log.write("gradient", step, fqn=name, difference_norm=ratio, trusted_norm=1.0, ratio=ratio)
     log.close()
     figures = {one.name: one for one in study_page(folder).figures}
     drawn = [trace["name"] for trace in figures["gradient_apart"].traces]
@@ -109,7 +109,7 @@ def test_losses_and_their_spikes_have_a_table(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "study_8", "free_run")
     log = StudyLog(folder, 1, 1, 20)
     for step in range(21, 31):
-        log.tell("loss", step, loss=9.0 if step == 28 else 2.0, trusted_loss=2.0)
+        log.write("loss", step, loss=9.0 if step == 28 else 2.0, trusted_loss=2.0)
     log.close()
     table = next(table for table in study_page(folder).tables if table.name == "losses")
     row = dict(zip(table.headings, table.rows[-1], strict=True))
@@ -163,7 +163,7 @@ def test_legends_have_room(browser: Browser, tmp_path: Path, width: int) -> None
     for place in range(9):
         name = f"{3 + place}.layer.{QKV}"
         for step in (1, 20):
-            log.tell("parameters", step, fqn=name, difference_norm=0.5, trusted_norm=1.0, ratio=0.5)
+            log.write("parameters", step, fqn=name, difference_norm=0.5, trusted_norm=1.0, ratio=0.5)
     log.close()
     page = Path(json.loads(CliRunner().invoke(app, ["report", str(folder), "--json"]).stdout)["page"])
     browser.open(page, width=width)

@@ -120,11 +120,11 @@ def test_spikes() -> None:
 def _written(folder: Path) -> Path:
     log = StudyLog(folder, 1, 1, 0)
     place = {"replica_rank": 0, "dp_rank": 0, "pp_rank": 0, "tp_rank": 0, "host": "a"}
-    log.tell("start", 0, mode="free_run", replicas=2, trusted=0, **place)
+    log.write("start", 0, mode="free_run", replicas=2, trusted=0, **place)
     for step in (1, 2, 3):
-        log.tell("loss", step, loss=float("nan") if step == 2 else 4.0, trusted_loss=4.0)
-        log.tell("parameters", step, fqn="*", difference_norm=1.0, trusted_norm=2.0, ratio=0.5 * step)
-    log.tell("evaluation", 3, loss=4.0, trusted_loss=4.0, tokens=8, disagreeing=2, correct=4, trusted_correct=4)
+        log.write("loss", step, loss=float("nan") if step == 2 else 4.0, trusted_loss=4.0)
+        log.write("parameters", step, fqn="*", difference_norm=1.0, trusted_norm=2.0, ratio=0.5 * step)
+    log.write("evaluation", 3, loss=4.0, trusted_loss=4.0, tokens=8, disagreeing=2, correct=4, trusted_correct=4)
     log.close()
     return folder
 
@@ -165,7 +165,7 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
     _written(tmp_path)
     log = StudyLog(tmp_path, 2, 1, 0)
     for line in (LINES[0], LINES[3]):
-        log.tell(**{name: value for name, value in line.items() if name not in ("replica", "rank")})
+        log.write(**{name: value for name, value in line.items() if name not in ("replica", "rank")})
     log.close()
     done = CliRunner().invoke(app, ["study", str(tmp_path), "--by", "submodule", "--json"])
     assert done.exit_code == 0, done.output

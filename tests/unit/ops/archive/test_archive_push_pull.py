@@ -271,8 +271,8 @@ def test_a_checkpoint_that_is_pushed_is_not_deleted(checkpoints: Path, tmp_path:
     killed = subprocess.Popen(
         [
             *(sys.executable, "-c"),
-            "import sys, time\nfrom pathlib import Path\nfrom megasdc.checkpoint.files import held_for_reading\n"
-            "with held_for_reading(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n",
+            "import sys, time\nfrom pathlib import Path\nfrom megasdc.checkpoint.files import read_lock\n"
+            "with read_lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n",
             str(checkpoints / "step_00000002"),
         ],
         stdout=subprocess.PIPE,

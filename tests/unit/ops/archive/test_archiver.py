@@ -195,7 +195,7 @@ def test_an_error_of_any_kind_is_an_answer(tmp_path: Path) -> None:
             seen.add(os.sched_getscheduler(process._process.pid))
         time.sleep(0.02)
     assert seen == {os.SCHED_OTHER}
-    answer = process.answer()
+    answer = process.poll_report()
     assert answer is not None and answer["exit_code"] == 70 and "the id of a run" in answer["error"]
 
 

@@ -30,20 +30,20 @@ def test_differences_and_steps_are_told_once(tmp_path: Path, ahead_s: float) -> 
     for second in range(3):  # a round trip of 0.2 s; the front has read its clocks in the middle of it
         answer = {"clock": [1e9 + second, 50.0 + second]}
         sent, received = (ClockReading(1e9 + second + ahead_s + d, 900.0 + second + d) for d in (-0.1, 0.1))
-        agent.take(sent, answer, received)
-        front.take("n1", agent.clock)
+        agent.add_exchange(sent, answer, received)
+        front.update("n1", agent.clock)
     assert len(said) == 1 and said[0].startswith(f"clocks: the date of n1 is {abs(ahead_s):,.1f} s ")
     found = front.of_host["n1"]
     assert found.monotonic_s == pytest.approx(850.0) and found.ahead_s == pytest.approx(ahead_s)
     assert found.uncertainty_s == pytest.approx(0.1)
     assert len(describe_differing_dates(tmp_path)) == 1
-    agent.take(ClockReading(1e9 + 2.9, 902.9), {"clock": [1e9 + 3, 53.0]}, ClockReading(1e9 + 3.1, 903.1))
-    front.take("n1", agent.clock)
+    agent.add_exchange(ClockReading(1e9 + 2.9, 902.9), {"clock": [1e9 + 3, 53.0]}, ClockReading(1e9 + 3.1, 903.1))
+    front.update("n1", agent.clock)
     assert said[1:] == [f"clocks: the date of n1 was set by {-ahead_s:+.1f} s: it is that of the launch's front again"]
     assert describe_differing_dates(tmp_path) == []
     for garbage in (None, 3, {}, {**asdict(found), "ahead_s": "x"}, {**asdict(found), "at": float("nan")}):
-        front.take("n1", garbage)
-    front.take("n2", asdict(HostClock("b", 0.0, 0.5, 0.001, 0.0)))
+        front.update("n1", garbage)
+    front.update("n2", asdict(HostClock("b", 0.0, 0.5, 0.001, 0.0)))
     assert len(said) == 2
 
 
@@ -51,13 +51,13 @@ def test_a_step_of_the_own_date_is_no_step_of_the_others(tmp_path: Path, monkeyp
     """The front's date is set by an hour: that is told, and not that all hosts have been set back."""
     said: list[str] = []
     front = HostClocks(tmp_path / "clocks.json", said.append)
-    front.take("n1", asdict(HostClock("b", 0.0, 0.0, 0.001, 0.0)))
+    front.update("n1", asdict(HostClock("b", 0.0, 0.0, 0.001, 0.0)))
     last = front._last
     monkeypatch.setattr(
         clocks.ClockReading, "now", classmethod(lambda cls: cls(last.date + 3601.0, last.monotonic + 1.0))
     )
-    front.look()
-    front.take("n1", asdict(HostClock("b", 0.0, -3600.0, 0.001, 0.0)))
+    front.check_own_date()
+    front.update("n1", asdict(HostClock("b", 0.0, -3600.0, 0.001, 0.0)))
     assert said == ["clocks: the date of this host, where the launch was started, was set by +3600.0 s"]
 
 
@@ -71,5 +71,5 @@ def test_what_an_agent_has_left_is_told_once_until_it_changes(tmp_path: Path) ->
     for left in (first, first, jumped):
         (tmp_path / CLOCK_FILE).write_text(json.dumps(left))
         process._look_at = 0.0
-        process.look()
+        process.check()
     assert list(process.clocks) == [first, jumped]

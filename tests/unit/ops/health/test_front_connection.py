@@ -139,17 +139,18 @@ def test_a_front_that_stood_still_takes_no_host_for_lost(tmp_path: Path, monkeyp
         front = HangMonitor(tmp_path, lambda text: None)
         for hello in hosts:
             front.greet(hello)
-            front.hear(hello, {})
-        front.look()
+            front.handle_message(hello, {})
+        front.check()
         now[0] += 60
-        assert front.hear(hosts[0], messages[0])["leave"] is None and not front.silent_s(), "the other may speak"
+        answer = front.handle_message(hosts[0], messages[0])
+        assert answer["leave"] is None and not front.silent_s(), "the other may speak"
         if both_speak:
-            leave = front.hear(hosts[1], messages[1])["leave"]
+            leave = front.handle_message(hosts[1], messages[1])["leave"]
         else:
             for _ in range(round(LOST_S) + 2):
                 now[0] += 1
-                front.look()
-                leave = front.hear(hosts[0], messages[0])["leave"]
+                front.check()
+                leave = front.handle_message(hosts[0], messages[0])["leave"]
         assert leave is not None and leave["exit_code"] == (75 if both_speak else 79)
         front.close()
 
@@ -169,7 +170,7 @@ def test_a_host_whose_agent_has_ended_for_good_is_not_taken_for_lost(
     first = link(server, 0)
     first.exchange()
     agent = AgentProcess(options, server.front, "r")
-    agent.look()
+    agent.check()
     assert [name for name, _ in agent.news] == ["unwatched"] and "n1: its agent has ended 1 times" in said[0]
     folder_board = SharedFolderHeartbeat(run / "health", "r", 0, 2)
     folder_board.exchange()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.ops.health.limits import ENOUGH, PhaseLimits, keep_durations, load_durations, merged_counts, percentile_s
+from megasdc.ops.health.limits import ENOUGH, PhaseLimits, load_durations, merged_counts, percentile_s, save_durations
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.record import BUCKETS, Progress, bucket_of
 
@@ -54,7 +54,7 @@ def test_durations_are_kept_and_damage_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "durations.json"
     assert load_durations(path) == {}
     one = {Phase.FORWARD: counts(1.0, 2.0)}
-    keep_durations(path, merged_counts([one, one]))
+    save_durations(path, merged_counts([one, one]))
     assert sum(load_durations(path)[Phase.FORWARD]) == 4
     for text in ("", "[]", '{"NONE": [1]}', '{"FORWARD": [1, 2]}', '{"FORWARD": 3}'):
         path.write_text(text)

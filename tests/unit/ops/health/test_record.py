@@ -82,9 +82,9 @@ def test_identity_requests_and_durations_come_through(tmp_path: Path) -> None:
     counts = reader.durations()[Phase.FORWARD]
     assert sum(counts) == 1 and sum(reader.durations()[Phase.START]) == 1
     assert 0.05 <= bucket_limit_s(counts.index(1)) < 0.5
-    assert reader.ask() == 1 == writer.asked and reader.answered == 0
-    writer.answer(1)
-    reader.tell_to_leave()
+    assert reader.request_stacks() == 1 == writer.asked and reader.answered == 0
+    writer.mark_answered(1)
+    reader.request_exit()
     assert reader.answered == 1 and writer.must_leave
     reader.close()
     writer.close()
@@ -120,7 +120,7 @@ def test_a_phase_that_was_taken_for_stuck_is_not_counted(tmp_path: Path) -> None
     reader = RecordReader(record_path(tmp_path, 3))
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         writer.enter(phase, 1)
-    writer.answer(reader.ask())
+    writer.mark_answered(reader.request_stacks())
     for phase in (Phase.REDUCTION, Phase.OPTIMIZER):
         writer.enter(phase, 1)
     writer.count()
@@ -167,11 +167,11 @@ def test_a_record_that_is_cut_off_while_it_is_read_is_told(tmp_path: Path) -> No
     writer.close()
     assert reader.read().step == 5
     os.truncate(path, 1100)
-    for read in (reader.read, reader.durations, reader.ask):
+    for read in (reader.read, reader.durations, reader.request_stacks):
         with pytest.raises(ValueError, match="1,100 bytes, not 4,096"):
             read()
     assert reader.answered == 0
-    reader.tell_to_leave()
+    reader.request_exit()
     reader.close()
 
 

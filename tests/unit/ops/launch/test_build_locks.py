@@ -52,7 +52,7 @@ def rank(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_the_lock_of_a_rank_that_was_ended_is_removed(tmp_path: Path, rank: subprocess.Popen[str]) -> None:
     """Also where its process is not collected yet; its compiler, which went on alone, is ended."""
     locks, told = BuildLocks(str(tmp_path)), list[str]()
-    locks.look([rank.pid, os.getpid()])
+    locks.record_open([rank.pid, os.getpid()])
     (compiler,) = psutil.Process(rank.pid).children()
     lock = tmp_path / "op" / "lock"
     locks.remove_left(lambda: [compiler.pid], told.append)
@@ -68,7 +68,7 @@ def test_the_lock_of_a_rank_that_was_ended_is_removed(tmp_path: Path, rank: subp
 def test_a_lock_that_somebody_else_has_made_since_stays(tmp_path: Path, rank: subprocess.Popen[str]) -> None:
     """And one that no rank was seen to have."""
     locks, told = BuildLocks(str(tmp_path)), list[str]()
-    locks.look([rank.pid])
+    locks.record_open([rank.pid])
     assert rank.stdin is not None and rank.stdout is not None
     rank.stdin.write("\n")
     rank.stdin.flush()
@@ -80,4 +80,4 @@ def test_a_lock_that_somebody_else_has_made_since_stays(tmp_path: Path, rank: su
     rank.wait()
     locks.remove_left(list, told.append)
     assert sorted(tmp_path.glob("*/lock")) == [tmp_path / "op" / "lock", tmp_path / "other" / "lock"] and not told
-    BuildLocks(None).look([os.getpid()])
+    BuildLocks(None).record_open([os.getpid()])

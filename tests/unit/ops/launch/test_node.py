@@ -47,7 +47,7 @@ for one in found:
     with contextlib.suppress(psutil.Error):  # as launch.py
         ranks.end(one.pid)
 """
-STOPPED = "PatientStop(1, ranks.tell_failed)._stop(15, None, lambda *_: None)"
+STOPPED = "PatientStop(1, ranks.report_failed)._stop(15, None, lambda *_: None)"
 
 
 @pytest.mark.parametrize("look", ["found[0].poll()", STOPPED], ids=["its peer was seen first", "stopped meanwhile"])
@@ -92,7 +92,7 @@ ranks.start([sys.executable, "-c", "exit(79)"], env={**os.environ, "RANK": "0"})
 read, write = os.pipe()
 os.close(read)
 os.dup2(write, 2)
-ranks.tell_failed()
+ranks.report_failed()
 """
 
 
@@ -124,7 +124,7 @@ ranks = node.Ranks(Watch())
 one = ranks.start([sys.executable, "-c", program], env={{**os.environ, "RANK": "0"}})
 while psutil.Process(one.pid).status() != "zombie":
     time.sleep(0.05)
-ranks.tell_failed()
+ranks.report_failed()
 """
 
 
@@ -188,7 +188,7 @@ ranks = node.Ranks(MemoryWatch())
 one = ranks.start([sys.executable, "-c", sys.argv[2]], env={**os.environ, "RANK": "0"})
 while psutil.Process(one.pid).status() != "zombie":
     time.sleep(0.05)
-ranks.tell_failed()
+ranks.report_failed()
 """
 LIMIT = 200_000_000
 ALONE = "import os; x = b'x' * {count} or os.kill(os.getpid(), 9)"

@@ -243,7 +243,7 @@ def test_an_agent_that_waits_for_a_disk_is_replaced(tmp_path: Path, monkeypatch:
         (tmp_path / AGENT_FILE).write_text(json.dumps({"pid": process.pid, "started_at": started_at(process.pid)}))
         end = time.monotonic() + 20
         while not started and time.monotonic() < end:
-            agent.look()
+            agent.check()
             time.sleep(0.02)
     assert started and [name for name, _ in agent.news] == ["agent_stopped", "agent_stopped", "agent_restarted"]
     assert "it is killed" in agent.news[0][1] and "given up" in agent.news[1][1]
@@ -294,7 +294,7 @@ def test_a_silent_host_is_known_by_its_name_after_hosts_were_counted_anew(launch
     silent = {"a": 9.0}
     watch = FailureWatch(launched, silent=lambda: silent)
     records = LaunchRecords(started={1: StartedRecord(1, "b", 1, 0.0), 2: StartedRecord(2, "c.local", 1, 0.0)})
-    watch._learn_names(records)
+    watch._record_names(records)
     for name, host in (("a", "user@a"), ("b", "10.0.0.2"), ("c", "c"), ("c.local", "c")):
         silent.clear()
         silent[name] = 9.0
@@ -345,12 +345,12 @@ def test_what_was_seen_long_ago_kills_nothing(launched: Any, capsys: pytest.Capt
             node.send_signal(signal.SIGSTOP)
             while not is_stopped(node):
                 time.sleep(0.01)
-            found._look(["a"])
+            found._check_hosts(["a"])
             while is_stopped(node):
                 time.sleep(0.01)
             assert node.poll() is None and f"stopped by a signal: a: process {node.pid}" in capsys.readouterr().err
         node.send_signal(signal.SIGSTOP)
-        found._look(["a"])
+        found._check_hosts(["a"])
         assert node.wait(10) == -signal.SIGKILL
 
 

@@ -99,7 +99,7 @@ def test_the_last_start_is_the_one_that_began_last(
     monkeypatch.setattr(hosts, "_offset_s", -offset_s)  # rank 0 is on another host
     hosts.start(2, 1)
     hosts.emit(1, "stop", "requested", step=4)
-    run, live = load_run(folder), RunFollower(folder, FileClock(folder)).look().run
+    run, live = load_run(folder), RunFollower(folder, FileClock(folder)).read().run
     for one in (run, live):
         assert status_of(one).state == "running" and one.attempt == 2, "the first start's end is not this one's"
     assert places(run)["hosts"] == "host1", "of the first start others have written, too"
@@ -111,7 +111,7 @@ def test_the_last_start_is_the_one_that_began_last(
     of_launch(add_hang(folder, 4, "r.2.x"), 2, NOW + 4 - offset_s)
     found = summarize_run(folder).failure
     assert found is not None and found.incident is not None and found.incident.endswith("r.2.x.json")
-    last = RunWatcher(folder).look().last_incident
+    last = RunWatcher(folder).read().last_incident
     assert last is not None and last.kind.startswith("hang"), "that of the later start, whatever its date"
 
 
@@ -130,7 +130,7 @@ def test_events_are_in_the_order_in_which_they_were(
     hosts.start(2, 0, 1)
     hosts.emit(0, "save", "e", step=1)
     assert [one.name for one in load_run(folder).of("save")] == [*"abcde"]
-    pace_s = RunFollower(folder, FileClock(folder)).look().pace_s
+    pace_s = RunFollower(folder, FileClock(folder)).read().pace_s
     assert pace_s is not None and 0 < pace_s < 10
 
     def event(name: str, **more: Any) -> Event:

@@ -83,7 +83,7 @@ def test_it_stands_wherever_people_look(run: Path) -> None:
     page = run_page(load_run(run), run / "page.html", 0.0)
     (table,) = next(one for one in page.sections if one.heading == "What the run met").tables
     assert len(table.rows) == len(found)
-    view = RunWatcher(run).look()
+    view = RunWatcher(run).read()
     assert [one["kind"] for one in view.as_dict()["met"]] == [one.kind for one in found]
     console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - as long as the console
     console.print(Screen(view))

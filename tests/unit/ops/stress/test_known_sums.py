@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasdc.ops.stress.collectives import DTYPES, LARGEST_SUM, MOVED, StressCollective, contribution, known_result
+from megasdc.ops.stress.collectives import DTYPES, LARGEST_SUM, MOVED, StressCollective, contribution, expected_result
 
 RANKS = range(2, 9)
 
@@ -20,7 +20,7 @@ def test_sums_are_exact_in_any_order(dtype: str, ranks: int) -> None:
     assert all(one.dtype == DTYPES[dtype] for one in given)
     exact = np.sum([one.to(torch.int64).numpy() for one in given], axis=0)
     assert abs(exact).max() > LARGEST_SUM[dtype] / 3  # numbers that leave bits unused would hide faults in them
-    known = known_result(exchange, 0)
+    known = expected_result(exchange, 0)
     assert np.array_equal(known.to(torch.int64).numpy(), exact)
     random = np.random.default_rng(ranks)
     for _ in range(5):
@@ -53,7 +53,7 @@ def test_results_are_the_right_pieces(operation: str) -> None:
             "broadcast": given[11 % ranks],
             "all_to_all": pieces[:, rank % pieces.shape[1]].ravel(),
         }[operation]
-        assert np.array_equal(known_result(exchange, rank).numpy(), want)
+        assert np.array_equal(expected_result(exchange, rank).numpy(), want)
 
 
 def test_what_is_moved_has_random_bits() -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from megasdc.ops.health.links.judgement import Direction, LinkFigures
 from megasdc.ops.stress import pair_links
 from megasdc.ops.stress.host_verdict import HEALTHY
-from megasdc.ops.stress.pair_links import KEPT, LinkEnd, keep_figures, measure_pairs, report_links
+from megasdc.ops.stress.pair_links import KEPT, LinkEnd, add_figures, measure_pairs, report_links
 from megasdc.ops.stress.result import stress_outcome
 from megasdc.ops.stress.state import HostState, load_state, save_state
 from megasdc.output.page import print_page
@@ -38,7 +38,7 @@ def after_three_rounds(rtt_s: Mapping[tuple[str, str], float] | None = None) -> 
             pair: {"failed": None, "figures": figures(*pair, (rtt_s or {}).get(pair, 1e-4))}
             for pair in combinations("abc", 2)
         }
-        keep_figures(states, said, number)
+        add_figures(states, said, number)
     return list(states.values())
 
 
@@ -57,7 +57,7 @@ def test_a_slow_link_ends_with_78_and_leaves_hosts_healthy() -> None:
 def test_links_that_were_asked_for_and_not_measured_are_no_success() -> None:
     """78, with a note on what failed; where they were not asked for, or there is one host, nothing is said."""
     states = [HostState(name, PLAN, rounds=1) for name in "ab"]
-    keep_figures({one.host: one for one in states}, {("a", "b"): {"failed": "no route", "figures": None}}, 1)
+    add_figures({one.host: one for one in states}, {("a", "b"): {"failed": "no route", "figures": None}}, 1)
     result = stress_outcome(states)
     assert result.exit_code == 78 and "no route" in result.verdicts[0].notes[0]
     (links,) = [line for line in result.page.sections[0].items if "link" in line and "no route" not in line]
@@ -70,7 +70,7 @@ def test_figures_survive_a_resume_and_stay_few(tmp_path: Path) -> None:
     """They are part of a host's state; the oldest go."""
     first, *_ = states = after_three_rounds()
     for number in range(20):
-        keep_figures(
+        add_figures(
             {one.host: one for one in states}, {("a", "b"): {"failed": None, "figures": figures("a", "b")}}, number
         )
     save_state(tmp_path, first)

@@ -26,7 +26,7 @@ def said(wrong: int) -> dict[str, object]:
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     """All fields return; a host without a file begins with nothing, and one that was lost gets another chance."""
     state = HostState("a", PLAN, 7, KEY, True, 2, golden=["gemm"], checked=3, notes=["n"])
-    state.take("gemm", 7, 1, said(2))
+    state.add_results("gemm", 7, 1, said(2))
     state.meetings[ALONE] = Count(5, 1)
     state.products, state.lost = {"0": {"case": 2**64 - 1}}, {"how": "died", "detail": "x"}
     save_state(tmp_path, state)
@@ -40,8 +40,8 @@ def test_findings_are_bounded() -> None:
     """However many there are, so many are kept of each test; all are counted."""
     state = HostState("a", PLAN)
     for number in range(1, 101):
-        state.take("gemm", number, 0, said(10))
-    state.take("training", 1, 0, said(1))
+        state.add_results("gemm", number, 0, said(10))
+    state.add_results("training", 1, 0, said(1))
     assert len(state.findings) == SHOWN + 1 and state.dropped == 1000 - SHOWN
     assert state.tests["gemm"] == Count(1000, 1000)
 
@@ -111,7 +111,7 @@ class Answers:
     def places(self, hosts: Iterable[str]) -> list[tuple[str, int]]:
         return [(host, 0) for host in hosts]
 
-    def ask(self, tasks: dict[Any, Any], *_: Any, **__: Any) -> dict[Any, Any]:
+    def run_tasks(self, tasks: dict[Any, Any], *_: Any, **__: Any) -> dict[Any, Any]:
         wrong = int(self.losses[1] != 2.0)
         told = {**said(wrong), "losses": self.losses, "trace": "t", "key": KEY, "differences": {}}
         return {place: dict(told) for place in tasks}
@@ -121,7 +121,7 @@ def test_what_training_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of every round, and each finding with the step from which on the loss was another."""
     states, links = {"a": HostState("a", PLAN)}, Answers()
     test = _Test(StressPlan(), states, links)  # type: ignore[arg-type]
-    monkeypatch.setattr(test, "_ask", links.ask)
+    monkeypatch.setattr(test, "_run_tasks", links.run_tasks)
     test._training(1)
     links.losses = [3.0, 2.5, 1.0]
     test._training(2)

@@ -68,7 +68,7 @@ def test_tests_of_hosts_end_together_and_leave_nothing(
     fits = ["megasdc.parallel.pipeline=1"]
     tests.start("b", 1, {"b": 1}, fits)
     while not (tmp_path / "pids").exists():
-        assert not tests.take(), "it is fit, and its test goes on"
+        assert not tests.pop_ended(), "it is fit, and its test goes on"
         time.sleep(0.1)
     tests.start("a", 1, {"a": 1}, fits)
     pids = pids_in(tmp_path / "pids", 4)
@@ -84,9 +84,9 @@ def test_an_error_of_the_disk_ends_a_test_and_no_supervisor(config: Path, tmp_pa
     checked = tmp_path / "test_a.fit.json"
     checked.mkdir()  # it cannot be removed as a file
     tests.start("a", 1, {"b": 1}, [])
-    (ended,) = tests.take()
+    (ended,) = tests.pop_ended()
     assert (ended.host, ended.exit_code, ended.is_conclusive) == ("a", 77, False) and "Is a directory" in ended.text
-    assert not tests.runs("a") and tests.take() == []
+    assert not tests.runs("a") and tests.pop_ended() == []
     checked.rmdir()
     checked.write_text('{"unfit": [], "silent": {}}')
     process = subprocess.Popen(["true"])
@@ -94,13 +94,13 @@ def test_an_error_of_the_disk_ends_a_test_and_no_supervisor(config: Path, tmp_pa
     tests._checking["a"] = process, 1
     hostfile = tmp_path / "test_a.hosts"
     hostfile.symlink_to("/dev/full")
-    assert tests.take() == [] and tests.runs("a"), "there is no room: later"
+    assert tests.pop_ended() == [] and tests.runs("a"), "there is no room: later"
     hostfile.unlink()
     hostfile.mkdir()
-    assert [one.exit_code for one in tests.take()] == [77] and not tests.runs("a")
+    assert [one.exit_code for one in tests.pop_ended()] == [77] and not tests.runs("a")
     (tmp_path / "test_a.json").write_text("[" * 100_000)
     tests._running["a"] = process
-    (ended,) = tests.take()
+    (ended,) = tests.pop_ended()
     assert ended.exit_code == 78 and "nothing was said" in ended.text
 
 

@@ -177,27 +177,27 @@ def test_hosts_release_their_memory_in_a_step_of_the_job(programs: Programs, mon
 
 def test_a_job_is_left_by_requeueing_it_without_the_nodes(programs: Programs) -> None:
     """In this order: SLURM takes a list of excluded nodes for waiting jobs only; those of before stay excluded."""
-    assert SlurmJob(ENVIRON).leave(["node2", "node3"]) == ""
+    assert SlurmJob(ENVIRON).requeue(["node2", "node3"]) == ""
     assert programs.calls[-2:] == ["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=node2,node3"]
     programs.job(excluded="node9")
-    assert SlurmJob(ENVIRON).leave(["node2"]) == ""
+    assert SlurmJob(ENVIRON).requeue(["node2"]) == ""
     assert programs.calls[-1] == "scontrol update JobId=7 ExcNodeList=node9,node2"
     programs.job()
-    assert SlurmJob(ENVIRON).leave([]) == "" and programs.calls[-1] == "scontrol requeue 7"
+    assert SlurmJob(ENVIRON).requeue([]) == "" and programs.calls[-1] == "scontrol requeue 7"
 
 
 def test_a_job_that_others_have_requeued_is_left_as_it_is(programs: Programs) -> None:
     """An administrator: the supervisor only says which nodes it is to come back without."""
     job = SlurmJob(ENVIRON)
     programs.job(state="COMPLETING", restarts=1)
-    assert job.leave(["node2"]) == "" and programs.calls[-1] == "scontrol update JobId=7 ExcNodeList=node2"
+    assert job.requeue(["node2"]) == "" and programs.calls[-1] == "scontrol update JobId=7 ExcNodeList=node2"
     assert "scontrol requeue 7" not in programs.calls
 
 
 def test_a_cancelled_job_is_not_requeued(programs: Programs) -> None:
     """Who has cancelled it does not want it; a job that SLURM refuses says why."""
     programs.job(state="COMPLETING")
-    assert SlurmJob(ENVIRON).leave(["node2"]) == "job 7 is COMPLETING, and is not requeued"
+    assert SlurmJob(ENVIRON).requeue(["node2"]) == "job 7 is COMPLETING, and is not requeued"
     assert not [line for line in programs.calls if "requeue" in line]
     programs.write("scontrol", 'case "$*" in requeue*) echo no >&2; exit 1;; *job*) echo JobState=RUNNING;; esac')
     with pytest.raises(LaunchError):

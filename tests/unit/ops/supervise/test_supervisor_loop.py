@@ -77,7 +77,7 @@ class SmallProcesses:
         """See ``Engine``."""
         return any(attempt.launch_id in line for line in self.started)
 
-    def find(self, attempt: Attempt) -> LaunchProcess:
+    def find_process(self, attempt: Attempt) -> LaunchProcess:
         """See ``Engine``."""
         end = time.monotonic() + 2
         while time.monotonic() < end:
@@ -106,7 +106,7 @@ class SmallProcesses:
         assert ticks is not None
         return LaunchProcess(child.pid, ticks)
 
-    def show(self, attempt: Attempt) -> None:
+    def print_output(self, attempt: Attempt) -> None:
         """See ``Engine``."""
 
     def lives(self, process: LaunchProcess) -> bool:
@@ -163,7 +163,7 @@ class SmallJob(Allocation):
         self.job, self._problem = job, problem
         self.away: list[list[str]] = []
 
-    def leave(self, away: Sequence[str]) -> str:
+    def requeue(self, away: Sequence[str]) -> str:
         """See ``Allocation``."""
         self.away.append(list(away))
         return self._problem
@@ -210,13 +210,13 @@ class SmallTests:
         self.overrides[host] = list(overrides)
         self._running.append(host)
 
-    def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
+    def check(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
         """See ``Tests``."""
         assert slots.keys() <= run.keys()
         self.looked += slots
         return [HostTest(host, self.unfit.pop(host), "unfit") for host in slots if host in self.unfit]
 
-    def take(self) -> list[HostTest]:
+    def pop_ended(self) -> list[HostTest]:
         """See ``Tests``."""
         running, self._running = self._running, []
         return [HostTest(host, self.codes[host].pop(0) if self.codes.get(host) else 78, "said") for host in running]
@@ -497,9 +497,9 @@ def test_a_request_to_stop_before_a_start_starts_nothing(tmp_path: Path, begins:
     stop, engine = Event(), SmallProcesses(tmp_path, [(78, None, ("b",), 10)])
 
     class Asked(SmallTests):
-        def look(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
+        def check(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
             stop.set()
-            return super().look(slots, run, stops)
+            return super().check(slots, run, stops)
 
     with Journal(tmp_path, lambda line: None) as journal:
         journal.write("hosts", slots=SLOTS, num_hosts=2)

@@ -71,7 +71,7 @@ def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
     (folder / "health" / "node_00001.now").write_text(json.dumps({**now, "devices": devices}))
     add_incident(folder, 20)
     hang = add_hang(folder, 10)
-    view = RunWatcher(folder).look()
+    view = RunWatcher(folder).read()
     assert (view.state, view.over, view.step, view.planned) == ("running", False, 20, 60)
     assert view.eta_s is not None and view.loss == losses(20)[-1]
     text = shown(view)
@@ -100,7 +100,7 @@ def test_slow_links_are_those_of_this_start_that_are_still_measured(tmp_path: Pa
         log = EventLog(folder, 0)
         log.emit(kind, name, step=20, **fields)
         log.close()
-        return [*RunWatcher(folder).look().slow_links]
+        return [*RunWatcher(folder).read().slow_links]
 
     assert shown_after("health", "slow_link", place="b", hosts=["a", "b", "c", "d"], pairs=pairs) == [
         "a - b",
@@ -120,26 +120,26 @@ def test_nothing_is_cut_off_without_a_word(height: int, width: int, tmp_path: Pa
     for node in range(20):
         add_host(folder, node, range(8 * node, 8 * node + 8))
     add_host(folder, 17, range(136, 144), stuck_s=90.0)
-    text = shown(RunWatcher(folder).look(), width, height)
+    text = shown(RunWatcher(folder).read(), width, height)
     lines = text.splitlines()
     assert len(lines) <= height
     rows = [line for line in lines if line.startswith(("node ", socket.gethostname()))]
     left = [int(line.split()[0]) for line in lines if "more hosts are not shown" in line]
     assert len(rows) + sum(left) == 20 and rows[0].startswith("node 17"), "the one to look at is the first"
     assert "160 ranks do not fit" in text.replace("\n", " ") and "136" in rows[0]
-    assert shown(RunWatcher(folder).look(), width).count("forward") == 160, "--once shows all"
+    assert shown(RunWatcher(folder).read(), width).count("forward") == 160, "--once shows all"
 
 
 def test_a_run_that_is_not_watched_shows_progress_and_how_to_watch_it(tmp_path: Path) -> None:
     """Without health: loss, speed, time left, events, and the setting that shows more; ended, it is over."""
     folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False)
-    view = RunWatcher(folder).look()
+    view = RunWatcher(folder).read()
     assert view.state == "running" and view.eta_s is not None and view.hosts == ()
     assert "megasdc.health.enabled=true" in shown(view) and "1,020 tokens/s" in shown(view)
     log = EventLog(folder, 0)
     log.emit("end", "run", step=20, reason="stopped on request")
     log.close()
-    view = RunWatcher(folder).look()
+    view = RunWatcher(folder).read()
     assert view.state == "stopped" and view.over and "stopped on request" in shown(view)
 
 
@@ -169,7 +169,7 @@ def test_its_agents_tell_the_state_of_a_run(
     for node, sign in enumerate(signs):
         add_host(folder, node, [node], sign=sign, age_s=age_s, process=process)
     age(folder, quiet_s)
-    view = RunWatcher(folder).look()
+    view = RunWatcher(folder).read()
     assert (view.state, view.over) == (state, over)
     assert "no sign for" in shown(view) or state != "silent"
 
@@ -178,16 +178,16 @@ def test_a_follower_reads_what_is_new_and_forgets_what_was_cut(tmp_path: Path) -
     """New lines, torn ones once they are whole; a resume that cuts metrics back, a run anew in the same folder."""
     folder = write_run(tmp_path / "run", losses(20), planned=60, ended=False)
     follower = RunFollower(folder, FileClock(folder))
-    assert follower.look().run.last_step == 20
+    assert follower.read().run.last_step == 20
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('broken\n{"step": 21, "time": 1.0, "train/l')
         file.flush()
-        look = follower.look()
+        look = follower.read()
         assert look.run.last_step == 20 and look.run.notes == ("metrics.jsonl: 1 damaged lines are left out",)
         file.write('oss": 2.5}\n')
-    assert follower.look().run.series["train/loss"].at(21) == 2.5
+    assert follower.read().run.series["train/loss"].at(21) == 2.5
     cut_back(folder, 10)
-    assert follower.look().run.series["train/loss"].steps[-1] == 10
+    assert follower.read().run.series["train/loss"].steps[-1] == 10
     set_metrics_aside(folder)
     log, writer = EventLog(folder, 0), MetricsWriter(folder)
     log.emit("start", "run", world_size=2)
@@ -195,7 +195,7 @@ def test_a_follower_reads_what_is_new_and_forgets_what_was_cut(tmp_path: Path) -
     writer.write(1, {"train/loss": 7.0})
     for one in (log, writer):
         one.close()
-    run = follower.look().run
+    run = follower.read().run
     assert run.last_step == load_run(folder).last_step == 1 and run.of("save") == []
     assert status_of(replace(run, quiet_s=1.0)) == status_of(replace(load_run(folder), quiet_s=1.0))
 

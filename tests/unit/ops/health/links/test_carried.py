@@ -29,7 +29,7 @@ class Run:
         for way, segments in self.segments.items():
             share = self.loss[way] * self._random.lognormal(0, 0.3) + 0.05 * burst
             carried[way] = SentBytes(segments, int(self._random.binomial(segments, min(1.0, share))))
-        return list(self._watch.take(carried))
+        return list(self._watch.update(carried))
 
 
 def repeated(looks: list[list[Way]]) -> set[Way]:

@@ -45,12 +45,12 @@ def test_segments_with_data_are_counted(ends: Ends) -> None:
     """As many as were sent since the look before; the other direction's are not."""
     here, there = ends
     seen = watch(here)
-    assert seen.look() == {"there": SentBytes(0, 0, 0)}
+    assert seen.pop_sent() == {"there": SentBytes(0, 0, 0)}
     for _ in range(3):
         here.sendall(b"one segment")
         there.recv(100)
     there.sendall(bytes(1000))
-    assert seen.look() == {"there": SentBytes(3, 0, 0)} and seen.look() == {"there": SentBytes(0, 0, 0)}
+    assert seen.pop_sent() == {"there": SentBytes(3, 0, 0)} and seen.pop_sent() == {"there": SentBytes(0, 0, 0)}
 
 
 def test_a_look_changes_nothing(ends: Ends) -> None:
@@ -58,7 +58,7 @@ def test_a_look_changes_nothing(ends: Ends) -> None:
     here, there = ends
     before = open_descriptors()
     seen = watch(here)
-    seen.look()
+    seen.pop_sent()
     assert open_descriptors() == before and not here.getblocking()
     here.close()
     there.settimeout(5)
@@ -72,7 +72,7 @@ def test_closed_and_reused_descriptors_are_forgotten(ends: Ends) -> None:
     other = connect()
     os.dup2(other[0].fileno(), here.fileno())
     other[0].sendall(b"x")
-    assert seen.look() == {} and len(seen) == 0
+    assert seen.pop_sent() == {} and len(seen) == 0
     for one in other:
         one.close()
 
@@ -83,7 +83,7 @@ def test_of_many_connections_those_that_send_are_looked_at() -> None:
     pairs[-1][0].sendall(b"x")
     seen = watch(*(one for one, _ in pairs))
     pairs[-1][0].sendall(b"x")
-    assert len(seen) == MOST and seen.look() == {"there": SentBytes(1, 0, 0)}
+    assert len(seen) == MOST and seen.pop_sent() == {"there": SentBytes(1, 0, 0)}
     for ends in pairs:
         for one in ends:
             one.close()

@@ -244,7 +244,7 @@ class DiskSaver:
         if save is None:
             return None
         if save.answer is None and save.problem is None and not self._is_copying:
-            save.answer = self._writer.answer()
+            save.answer = self._writer.poll_result()
             if save.answer is not None and save.answer.problem:
                 save.problem = RankProblem(save.answer.problem, save.answer.is_storage, save.answer.no_room)
         return float(save.answer is not None)
@@ -258,7 +258,7 @@ class DiskSaver:
         if save is None:
             return None
         if self._trouble.value:
-            self._give_up(save)
+            self._abort(save)
         elif self._done.value:
             started = time.monotonic()
             save.stages.pop(0)(save)
@@ -336,7 +336,7 @@ class DiskSaver:
         duration_s = time.monotonic() - save.started
         return finish_save(save.job, self._keep, save.written, deleted, failed, duration_s, save.stalled_s)
 
-    def _give_up(self, save: _Save) -> None:
+    def _abort(self, save: _Save) -> None:
         """End a save in which a rank has a problem; training goes on, unless it has waited for the save."""
         self._save = None
         self.failed += not save.saved
@@ -424,7 +424,7 @@ class OwnWriter:
         except Exception as error:  # whatever it is, this rank must tell the others
             self._answer = explain(error)
 
-    def answer(self) -> TaskResult:
+    def poll_result(self) -> TaskResult:
         """Result of the last task."""
         return self._answer
 
