@@ -247,3 +247,23 @@ def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:
     bare = looks["chain", "tokens"]
     assert looks[("chain",)] > bare and looks[("tokens",)] > looks[("chain",)], "a shard is far larger than a batch"
     assert looks[()] - bare == pytest.approx(looks[("chain",)] + looks[("tokens",)] - 2 * bare)
+
+
+def test_the_share_that_is_written_counts_all_that_checks_take(run: Any, clock: Clock) -> None:
+    """Looks, audits, what every step needs, slices, and waiting for other ranks, each once."""
+    written: list[dict[str, float]] = []
+    writer: Any = SimpleNamespace(write=lambda step, values: written.append(values))
+    engine: Any = SimpleNamespace(most_micro_batches=1, device=torch.device("cpu"))
+    one = CheckBudget(CheckPlan(Cadence(1), (), 0.9, None), engine, writer)
+    takes = {"looks": 0.1, "audits": 0.02, "fixed": 0.003, "slices": 0.0004, "waits": 0.00005}
+    for _ in range(12):
+        run.step += 1
+        one.begin(run.step)
+        for field in one.fields:
+            field.receive(field.send())
+        for name, seconds in takes.items():
+            with getattr(one, name):
+                clock.now += seconds
+        clock.now += 1.0 - sum(takes.values())
+        one.end(run, run.step)
+    assert written and all(one["sdc/cost_share"] == pytest.approx(0.12345) for one in written)
