@@ -511,7 +511,7 @@ def _reporter(start: Start, writer: MetricsWriter | None) -> Reporter:
 
 def _run_state(start: Start) -> RunState:
     study = None if start.shared is None else start.shared.section
-    return RunState(start.config, start.manifest.tokenizer.checksum, study)
+    return RunState(start.config, start.run, start.manifest.tokenizer.checksum, study)
 
 
 def _savers(

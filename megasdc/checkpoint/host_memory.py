@@ -83,7 +83,7 @@ class SlotManifest(Record):
         rank: global rank whose files these are.
         host: name of the host on which that rank ran.
         layout: sizes of the tensor, pipeline and data dimensions, [3].
-        engine: see ``megasdc.checkpoint.save.describe_engine``.
+        engine: see ``megasdc.checkpoint.manifest.describe_engine``.
         versions: see ``megasdc.checkpoint.manifest.installed_versions``.
         files: one record a file, in order of name.
         finite_step: see ``megasdc.checkpoint.manifest.KnownState``.

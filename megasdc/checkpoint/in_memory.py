@@ -14,7 +14,6 @@ recorded with the snapshot.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.checkpoint.disk_saver import Snapshot, capture_engine
 from megasdc.checkpoint.files import hash_file, kind_of_file, rank_state_file, stage_file, step_folder
 from megasdc.checkpoint.host_memory import (
     GUESTS,
@@ -52,6 +50,7 @@ from megasdc.checkpoint.manifest import (
     FileRecord,
     Layout,
     Manifest,
+    describe_engine,
     installed_versions,
     sorted_records,
     write_manifest,
@@ -66,7 +65,8 @@ from megasdc.checkpoint.ranks import (
     raise_on_all_ranks,
 )
 from megasdc.checkpoint.resume import SelectedCheckpoint, too_new
-from megasdc.checkpoint.save import SavedState, describe_engine, shared_state_text
+from megasdc.checkpoint.save import StateSaver
+from megasdc.checkpoint.snapshot import CapturedFile, SavedState, Snapshot
 from megasdc.checkpoint.writer_process import POLL_S, Join, Listen, StoreTask, TaskResult, WriterProcess
 from megasdc.common.program import report_bytes
 from megasdc.parallel.collectives import MIN, Field
@@ -75,7 +75,7 @@ from megasdc.parallel.dims import ParallelDims
 logger = logging.getLogger(__name__)
 
 
-class _Slot:
+class _Slot(Snapshot):
     """Shared memory for one step.
 
     Args:
@@ -88,9 +88,11 @@ class _Slot:
         is_whole: whether this start of the run has completed it.
     """
 
+    folder: Path
+
     def __init__(self, top: Path, folder: Path, device: torch.device) -> None:
-        self._top, self.folder, self.step, self.is_whole = top, folder, 0, False
-        self.snapshot = Snapshot(device)
+        super().__init__(device, folder)
+        self._top, self.step, self.is_whole = top, 0, False
 
     def empty(self) -> None:
         """Invalidate the slot's content, before it is filled again.
@@ -102,25 +104,28 @@ class _Slot:
         make_within(self._top, self.folder)
         (self.folder / HELD_FILE).unlink(missing_ok=True)
 
+    def prepare(self, files: Sequence[CapturedFile]) -> None:
+        """Empty the slot, and allocate its memory."""
+        self.empty()
+        super().prepare(files)
 
-class MemorySaver:
+
+class MemorySaver(StateSaver):
     """Keeps snapshots of this rank's last steps in memory.
 
     Args:
         folder: folder of the run in shared memory.
         run: id of the run.
         start: number of this start of the run, the first is 1.
-        dims: this rank's position in the layout.
         place: this rank and the ranks of each host, with node-local storage.
         device: device of the run's tensors.
         interval: number of steps from one snapshot to the next.
 
     Attributes:
-        fields: values that all ranks reduce in each step: newest complete step, problems, and a step with NaN or Inf.
         skipped: number of snapshots that were due but not taken, since no slot was free.
-        failed: number of snapshots that were given up, since a rank could not take its own or had NaN or Inf.
-        stalled_s: seconds in which training stood still for the last snapshot.
     """
+
+    _writer: WriterProcess
 
     def __init__(
         self,
@@ -132,24 +137,16 @@ class MemorySaver:
         device: torch.device,
         interval: int,
     ) -> None:
-        self._folder, self._run, self._start, self._dims, self._place = folder, run, start, dims, place
-        self._address: str | None = None
         own = rank_folder(folder, dims.rank)
         self._slots = [_Slot(folder, own / f"slot_{number}", device) for number in range(2 if interval > 1 else 3)]
-        self._writer = WriterProcess(describes=False)
-        self._making: _Slot | None = None
-        self._texts: dict[str, str] = {}
-        self._finite_step: int | None = None
-        self._engine: dict[str, Any] = {}
-        self._taken_at = 0.0
+        super().__init__(dims, place, WriterProcess(describes=False), self._slots)
+        self._folder, self._run, self._start = folder, run, start
+        self._address: str | None = None
         self._sent: deque[_Slot] = deque()
         self._newest = self._adopted = 0
         self._non_finite = 0
-        self._problem: RankProblem | None = None
-        self.skipped = self.failed = 0
-        self.stalled_s = 0.0
+        self.skipped = 0
         self._whole = Field(self._own_newest, reduction=MIN)
-        self._trouble = Field(lambda: float(self._problem is not None))
         self._bad = Field(lambda: float(self._non_finite))
         self.fields = (self._whole, self._trouble, self._bad)
 
@@ -157,6 +154,15 @@ class MemorySaver:
     def whole(self) -> int:
         """Newest step whose snapshot all ranks have completed; 0: none yet."""
         return int(self._whole.value)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a snapshot was begun that not all ranks have completed or given up."""
+        return bool(self._unfinished())
+
+    def _unfinished(self) -> list[_Slot]:
+        """Slots of steps that are newer than what all ranks have, and than what the run went on from."""
+        return [one for one in self._slots if one.step > max(self.whole, self._adopted)]
 
     def adopt(self, step: int) -> bool:
         """Keep the slots in which an earlier start has kept a step, until all ranks have a newer one.
@@ -168,11 +174,14 @@ class MemorySaver:
         held = find_slots(self._folder, self._run)[0] if self._place.leader else []
         own = {(one.record.rank, one.folder.name) for one in held if one.record.step == step}
         names = set[tuple[int, str]]().union(*self._place.gather(own))
-        for slot in self._slots:
-            if (self._dims.rank, slot.folder.name) in names:
-                slot.step = step
-        self._adopted = step if names else 0
-        return bool(names)
+        if not names:
+            return False
+        # With more ranks than before some have none; they keep one back too, since all must find the same number free.
+        kept = [one for one in self._slots if (self._dims.rank, one.folder.name) in names] or self._slots[:1]
+        for slot in kept:
+            slot.step = step
+        self._adopted = step
+        return True
 
     def join_partners(self, address: str) -> str | None:
         """Connect with partners: another host keeps copies of this rank's slots, and this host those of other ranks.
@@ -212,86 +221,49 @@ class MemorySaver:
         free = min(
             (one for one in self._slots if one.step < max(self.whole, 1)), key=lambda one: one.step, default=None
         )
-        if free is None or self._making is not None:
+        if free is None or self._copy is not None:
             self.skipped += 1
             self._writer.hurry()
             return False
         started = time.monotonic()
-        files, problem = capture_engine(engine, self._dims, self._place, state)
         free.step = step
-        if problem is None:
-            try:
-                free.empty()
-                free.snapshot.prepare(files, free.folder)
-                free.snapshot.start_copy(files)
-            except OSError as error:
-                problem = describe_error(error, f"allocate memory in {free.folder}")
-        self._making, self._problem = free, self._problem or problem
-        self._texts = {SHARED_STATE_FILE: shared_state_text(state)} if self._place.leader else {}
-        self._engine, self._taken_at = describe_engine(engine), time.time()
-        self._finite_step = state.finite_step
+        texts, head = self._texts(state), self._head(engine, step, state)
+        self._capture(engine, state, free, StoreTask([], free.folder, in_place=True, texts=texts, held=head))
         self.stalled_s = time.monotonic() - started
         return True
 
-    def wait_for_copy(self) -> None:
-        """Wait until the snapshot is copied, and have it completed; must be called before the optimizer's update."""
-        slot = self._making
-        if slot is None:
-            return
-        started = time.monotonic()
-        self._making = None
-        try:
-            if slot.snapshot.is_copying:
-                if self._address is not None and not self._writer.lives:
-                    raise ChildProcessError("the writer that was joined with its partner has ended")
-                files = slot.snapshot.wait()
-                if all(one.finite for one in files):
-                    store = StoreTask(files, slot.folder, in_place=True, texts=self._texts, held=self._head(slot))
-                    self._writer.send(store)
-                    self._sent.append(slot)
-                else:
-                    self._non_finite = slot.step
-        except (OSError, RuntimeError) as error:
-            self._problem = describe_error(error, "keep the snapshot")
-        self.stalled_s += time.monotonic() - started
+    def _store(self, snapshot: Any, task: StoreTask) -> None:
+        if self._address is not None and not self._writer.lives:
+            raise ChildProcessError("the writer that was joined with its partner has ended")
+        if all(one.finite for one in task.files):
+            self._writer.send(task)
+            self._sent.append(snapshot)
+        else:
+            self._non_finite = snapshot.step
 
-    def _head(self, slot: _Slot) -> dict[str, Any]:
+    def _head(self, engine: Any, step: int, state: SavedState) -> dict[str, Any]:
         """Fields of a slot's record (``SlotManifest``), without its files."""
         dims = self._dims
         return {
             "format_version": SLOT_FORMAT_VERSION,
             "run": self._run,
             "start": self._start,
-            "step": slot.step,
-            "time": self._taken_at,
+            "step": step,
+            "time": time.time(),
             "rank": dims.rank,
             "host": self._place.node,
             "layout": [dims.tensor, dims.pipeline, dims.data],
-            "engine": self._engine,
+            "engine": describe_engine(engine),
             "versions": installed_versions(),
-            "finite_step": self._finite_step,
+            "finite_step": state.finite_step,
         }
 
     def _own_newest(self) -> float:
-        while self._sent and (answer := self._writer.poll_result()) is not None:
+        while self._sent and (answer := self._poll_result()) is not None:
             slot = self._sent.popleft()
-            if answer.problem:
-                self._problem = RankProblem(answer.problem, answer.is_storage)
-            else:
+            if not answer.problem:
                 self._newest, slot.is_whole = slot.step, True
         return float(self._newest)
-
-    def finish(self) -> None:
-        """Wait until the snapshots that all ranks have begun are complete or have failed.
-
-        Collective: all ranks of the world.
-        """
-        self.wait_for_copy()
-        self._writer.hurry()
-        while self._sent:
-            self._own_newest()
-            time.sleep(POLL_S)
-        self._place.gather(None)  # a writer that ends no longer receives what others send it
 
     def advance(self) -> str | None:
         """End a step: if a rank has a problem, give up all snapshots under way; returns a message, None: no problem.
@@ -324,15 +296,12 @@ class MemorySaver:
         Collective: all ranks of the world.
         """
         self.failed += 1
-        answers = self._place.gather((self._place.node, self._problem))
-        self._problem, self._making = None, None
-        self._writer.close()
+        answers = self._place.gather((self._place.node, self._stop()))
         self._sent.clear()
-        for slot in self._slots:
-            if slot.step > max(self.whole, self._adopted):  # not what the run went on from
-                slot.snapshot.close()
-                slot.empty()
-                slot.step = 0
+        for slot in self._unfinished():
+            slot.close()
+            slot.empty()
+            slot.step = 0
         self._newest = min(self._newest, self.whole)
         rank, (node, problem) = next((rank, one) for rank, one in enumerate(answers) if one[1] is not None)
         told = f"rank {rank} on {node}: {problem.text}"
@@ -340,42 +309,19 @@ class MemorySaver:
             told += f"; no host keeps copies for another: {apart}"
         return told
 
-    def measure(self, engine: Any, state: SavedState) -> tuple[int, int]:
-        """Memory for all slots of this rank and for those that its writer keeps for others.
-
-        Returns:
-            Number of bytes needed, and number of bytes that are allocated already.
-
-        Collective: all ranks of the world.
-        """
-        files, problem = capture_engine(engine, self._dims, self._place, state)
-        own = 0 if problem is not None else len(self._slots) * sum(one.layout.size_bytes for one in files)
+    def _needs(self, size: int) -> tuple[int, int]:
+        """Bytes of all slots of this rank and of those that its writer keeps for others, and bytes that are there."""
+        own = len(self._slots) * size
         sizes, folders = self._place.gather(own), [rank_folder(self._folder, self._dims.rank)]
         if self._address is not None:
-            for rank, size in enumerate(sizes):
+            for rank, other in enumerate(sizes):
                 if partner_of(self._dims, self._place.nodes, rank) == self._dims.rank:
-                    own += size
+                    own += other
                     folders.append(rank_folder(self._folder / GUESTS, rank))
         return own, sum(path.stat().st_size for folder in folders for path in folder.glob("*/*.pt"))
 
-    def reserve(self, engine: Any, state: SavedState) -> None:
-        """Allocate the memory of empty slots and start the writer, so that no snapshot waits for that.
-
-        Collective: all ranks of the world.
-        """
-        files, problem = capture_engine(engine, self._dims, self._place, state)
-        with contextlib.suppress(OSError):  # the first snapshot reports it
-            for slot in self._slots:
-                if problem is None and not slot.step:
-                    slot.empty()
-                    slot.snapshot.prepare(files, slot.folder)
-            self._writer.start()
-
-    def close(self) -> None:
-        """End the writer; the slots stay in memory."""
-        self._writer.close()
-        for slot in self._slots:
-            slot.snapshot.close()
+    def _unused(self) -> list[_Slot]:
+        return [one for one in self._slots if not one.step]
 
 
 _CHUNK_BYTES = 64 << 20

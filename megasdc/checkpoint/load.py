@@ -27,6 +27,7 @@ from megasdc.checkpoint.files import rank_state_file, shard_file, stage_number
 from megasdc.checkpoint.manifest import (
     Layout,
     UniversalManifest,
+    describe_engine,
     find_unknown,
     model_of,
     read_shared_state,
@@ -41,7 +42,7 @@ from megasdc.checkpoint.ranks import (
     raise_on_all_ranks,
 )
 from megasdc.checkpoint.resume import SelectedCheckpoint
-from megasdc.checkpoint.save import SavedState, describe_engine
+from megasdc.checkpoint.snapshot import SavedState
 from megasdc.checkpoint.tensor_files import ExtentReader
 from megasdc.checkpoint.verify import check_share
 from megasdc.checkpoint.views import (

@@ -382,6 +382,18 @@ def describe_file(
     )
 
 
+def describe_engine(engine: Any) -> dict[str, Any]:
+    """Properties that the saving and the loading engine must share, and the number of steps taken."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return {
+        "optimizer": type(engine.optimizer).__name__,
+        "inner_optimizer": type(inner).__name__,
+        "num_param_groups": len(engine.optimizer.param_groups),
+        "num_layers": len(engine.module._layer_specs),
+        "global_steps": int(engine.global_steps),
+    }
+
+
 def installed_versions() -> dict[str, str]:
     """Versions of the packages whose formats are in a checkpoint."""
     return {package: _installed_version(package) for package in _PACKAGES}

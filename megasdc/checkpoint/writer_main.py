@@ -21,11 +21,24 @@ from typing import Any
 
 import xxhash
 
-from megasdc.checkpoint.files import delete_unheld, hash_file
+from megasdc.checkpoint.files import hash_file
 from megasdc.checkpoint.host_memory import HELD_FILE, HeldFile, Partner, PartnerReplicas, SlotManifest
 from megasdc.checkpoint.records import write_record
-from megasdc.checkpoint.writer_process import Act, Join, Listen, StoredFile, StoreTask, TakenFile, TaskResult, seal
-from megasdc.common.durable import commit_folder, sync_path, write_durably
+from megasdc.checkpoint.writer_process import (
+    Act,
+    Join,
+    Listen,
+    StoredFile,
+    StoreTask,
+    TakenFile,
+    TaskResult,
+    act,
+    describe_stored,
+    explain,
+    seal,
+    write_texts,
+)
+from megasdc.common.durable import sync_path
 
 _PIECE = 1 << 23
 _HOST_ALGORITHM = "xxh3_64.v1"
@@ -47,7 +60,7 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
     """
     _follow(parent)
     if describes:
-        importlib.import_module("megasdc.checkpoint.manifest")
+        importlib.import_module("megasdc.checkpoint.save")
         importlib.import_module("deepspeed.runtime.zero.config")
     exchange = _Exchange()
     tasks: dict[type, Callable[[Any], TaskResult]] = {
@@ -81,18 +94,6 @@ def _follow(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
-
-
-def explain(error: Exception) -> TaskResult:
-    """Result of a task that an exception has ended."""
-    from megasdc.checkpoint.ranks import describe_error
-
-    doing = f"write {error.filename}" if isinstance(error, OSError) and error.filename else "write the checkpoint"
-    problem = describe_error(error, doing)
-    text = problem.text
-    if isinstance(error, FileNotFoundError):
-        text += "; where hosts have folders of their own, set megasdc.checkpoint.storage to node_local"
-    return TaskResult(text, problem.storage, problem.no_room)
 
 
 class _Exchange:
@@ -142,8 +143,7 @@ def store(task: StoreTask) -> TaskResult:
             seal(view, file.layout)
         if not task.in_place:
             _copy(file.path, task.target / file.name)
-    for name, text in task.texts.items():
-        write_durably(task.target / name, text)
+    write_texts(task)
     described = {file.name: file.described for file in task.files} | dict.fromkeys(task.texts)
     tell = _digested if task.in_place else describe_stored
     stored = [tell(task.target / name, one) for name, one in described.items()]
@@ -212,33 +212,6 @@ def _copy(source: Path, target: Path) -> None:
         while os.sendfile(written.fileno(), read.fileno(), None, _PIECE):
             pass
     sync_path(target)
-
-
-def describe_stored(path: Path, described: dict[str, str] | None) -> StoredFile:
-    """Entry of a written file for the manifest; the file is read again for its digests."""
-    from megasdc.checkpoint.allowlist import check_pickle
-    from megasdc.checkpoint.manifest import digest_file
-
-    if path.suffix == ".pt":
-        check_pickle(path)
-    found = digest_file(path)
-    return StoredFile(path.name, found.size_bytes, found.xxh3_128, described, found.content)
-
-
-def act(task: Act) -> TaskResult:
-    """Write small files, rename a folder and delete others.
-
-    Raises:
-        OSError: a file cannot be written, or the folder cannot be renamed; the later changes were not made.
-        FencedError: another launch has taken the folder; nothing was done.
-    """
-    if task.fence is not None:
-        task.fence.check()
-    for path, text in task.texts.items():
-        write_durably(path, text)
-    if task.rename is not None:
-        commit_folder(*task.rename)
-    return TaskResult(failed=[problem for folder in task.delete if (problem := delete_unheld(folder))])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ The process runs ``megasdc.checkpoint.writer_main``; the rank never waits for it
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import struct
@@ -19,14 +20,16 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from megasdc.checkpoint.files import Fence
+from megasdc.checkpoint.files import Fence, delete_unheld
+from megasdc.checkpoint.records import write_record
+from megasdc.common.durable import commit_folder, write_durably
 
 _LOCAL, _CENTRAL = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I")
 _END64, _LOCATOR, _END = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI"), struct.Struct("<4s4H2IH")
@@ -215,14 +218,14 @@ class StoreTask:
     """Task: seal a snapshot's files, write them, and compare their content with the checksums.
 
     Attributes:
-        files: the snapshot's files.
+        files: the snapshot's files; of a rank that writes itself ``megasdc.checkpoint.snapshot.CapturedFile``.
         target: folder to write them into.
         in_place: whether they lie in that folder already, as slots in memory do.
-        texts: content of further files, by name.
+        texts: content of further files by name, as JSON in one line; they are written with an indent.
         held: fields of a memory slot's record without its files; None: it is no such slot.
     """
 
-    files: list[TakenFile]
+    files: Sequence[Any]
     target: Path
     in_place: bool = False
     texts: dict[str, str] = field(default_factory=dict)
@@ -247,18 +250,19 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Act:
-    """Task: write small files, rename a folder and delete others, in this order.
+    """Task: write small files, rename a folder and delete old checkpoints, in this order.
 
     Attributes:
-        texts: content of the files to replace, by path.
+        contents: texts and records of the files to replace, by path.
         rename: temporary and final path of a folder; None: none is renamed.
-        delete: folders to delete; one that cannot be deleted is reported, and the others are deleted.
+        due: function that returns the folders of the checkpoints to delete, by step; one that cannot be deleted is
+            reported, and the others are deleted.
         fence: claim on the folder, which is checked first; None: no check.
     """
 
-    texts: dict[Path, str] = field(default_factory=dict)
+    contents: Mapping[Path, Any] = field(default_factory=dict)
     rename: tuple[Path, Path] | None = None
-    delete: tuple[Path, ...] = ()
+    due: Callable[[], Mapping[int, Path]] = dict
     fence: Fence | None = None
 
 
@@ -288,7 +292,8 @@ class TaskResult:
         is_storage: whether a disk caused the failure.
         no_room: whether that disk had no room.
         stored: files of a ``StoreTask``.
-        failed: a message for each folder that could not be deleted.
+        deleted: steps whose checkpoints were deleted.
+        failed: a message for each checkpoint that could not be deleted.
         took_s: seconds that the task took.
         port, token: port and secret of a ``Listen``.
     """
@@ -297,10 +302,59 @@ class TaskResult:
     is_storage: bool = False
     no_room: bool = False
     stored: list[StoredFile] = field(default_factory=list)
+    deleted: list[int] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     took_s: float = 0.0
     port: int = 0
     token: bytes = field(default=b"", repr=False)
+
+
+def write_texts(task: StoreTask) -> None:
+    """Write a task's further files."""
+    for name, text in task.texts.items():
+        write_durably(task.target / name, json.dumps(json.loads(text), indent=1) + "\n")
+
+
+def describe_stored(path: Path, described: dict[str, str] | None) -> StoredFile:
+    """Entry of a written file for the manifest; the file is read again for its digests."""
+    from megasdc.checkpoint.allowlist import check_pickle
+    from megasdc.checkpoint.manifest import digest_file
+
+    if path.suffix == ".pt":
+        check_pickle(path)
+    found = digest_file(path)
+    return StoredFile(path.name, found.size_bytes, found.xxh3_128, described, found.content)
+
+
+def act(task: Act) -> TaskResult:
+    """Write small files, rename a folder and delete old checkpoints.
+
+    Raises:
+        OSError: a file cannot be written, or the folder cannot be renamed; the later changes were not made.
+        FencedError: another launch has taken the folder; nothing was done.
+    """
+    due = task.due()  # before the check: nothing long lies after it
+    if task.fence is not None:
+        task.fence.check()
+    for path, content in task.contents.items():
+        write_durably(path, content) if isinstance(content, str) else write_record(path, content)
+    if task.rename is not None:
+        commit_folder(*task.rename)
+    problems = {step: delete_unheld(folder) for step, folder in due.items()}
+    deleted = [step for step, problem in problems.items() if problem is None]
+    return TaskResult(deleted=deleted, failed=[problem for problem in problems.values() if problem is not None])
+
+
+def explain(error: Exception) -> TaskResult:
+    """Result of a task that an exception has ended."""
+    from megasdc.checkpoint.ranks import describe_error
+
+    doing = f"write {error.filename}" if isinstance(error, OSError) and error.filename else "write the checkpoint"
+    problem = describe_error(error, doing)
+    text = problem.text
+    if isinstance(error, FileNotFoundError):
+        text += "; where hosts have folders of their own, set megasdc.checkpoint.storage to node_local"
+    return TaskResult(text, problem.storage, problem.no_room)
 
 
 Task = StoreTask | Act | Listen | Join

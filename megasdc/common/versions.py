@@ -327,8 +327,8 @@ OWNERS = (
     NameOwner(
         "deepspeed.runtime.engine:DeepSpeedEngine",
         "saving checkpoints",
-        names=("_copy_recovery_script",),
-        mentioned=("_copy_recovery_script", "checkpoint_engine"),
+        names=("_copy_recovery_script", "_checkpoint_tag_validation"),
+        mentioned=("_copy_recovery_script", "_checkpoint_tag_validation", "checkpoint_engine"),
     ),
     NameOwner(
         "deepspeed.runtime.engine:DeepSpeedEngine",

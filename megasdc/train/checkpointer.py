@@ -9,11 +9,8 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megasdc.checkpoint.disk_saver import GIB, DiskSaver, save_checkpoint, why_not
 from megasdc.checkpoint.files import Fence
 from megasdc.checkpoint.host_memory import (
     RESTORE,
@@ -27,7 +24,8 @@ from megasdc.checkpoint.host_memory import (
 )
 from megasdc.checkpoint.in_memory import InMemoryCheckpoint, MemorySaver, find_in_memory
 from megasdc.checkpoint.ranks import CheckpointGroup, RankProblem, describe_error, find_place, raise_on_all_ranks
-from megasdc.checkpoint.save import Retention, SavedState, SaveResult
+from megasdc.checkpoint.save import DiskSaver, Retention, SaveResult, save_checkpoint
+from megasdc.checkpoint.snapshot import GIB, SavedState
 from megasdc.checkpoint.verify import find_corruption
 from megasdc.common import durable as room
 from megasdc.common.errors import ConfigError, CorruptionError, NonFiniteError, StorageError
@@ -63,7 +61,6 @@ def wanted_dims(config: RunConfig, run: Run) -> ParallelDims | None:
     return None if config.megasdc.checkpoint.other_layout == "convert" else run.dims
 
 
-@dataclass(frozen=True)
 class RunState:
     """Source of the state that is saved besides DeepSpeed's part.
 
@@ -73,26 +70,24 @@ class RunState:
         study: section of the study that the run is a replica of; None: the run is not of a study.
     """
 
-    config: RunConfig
-    tokenizer_checksum: str
-    study: StudySection | None
+    def __init__(self, config: RunConfig, run: Run, tokenizer_checksum: str, study: StudySection | None) -> None:
+        model, vocab_size = config.megasdc.model, run.loader.dataset.vocab_size
+        padded = padded_vocab_size(vocab_size, model.vocab_multiple)
+        self._data = {"vocab_size": vocab_size, "tokenizer_checksum": tokenizer_checksum}
+        self._settings = {
+            "config": config.resolved(),
+            "study": None if study is None else study.model_dump(mode="json"),
+        }
+        self._client_state = {UNIVERSAL_INFO_KEY: universal_info(model, padded)}
 
     def of(self, run: Run) -> SavedState:
         """The state of a run after its last step.
 
         Collective: all ranks of the world.
         """
-        return SavedState(self._shared_state(run), {"rng": capture_rng()}, self._client_state(run))
-
-    def _client_state(self, run: Run) -> dict[str, Any]:
-        model = self.config.megasdc.model
-        padded = padded_vocab_size(run.loader.dataset.vocab_size, model.vocab_multiple)
-        return {UNIVERSAL_INFO_KEY: universal_info(model, padded)}
-
-    def _shared_state(self, run: Run) -> dict[str, Any]:
         # The first stage reads every micro-batch; stages in the middle read none.
         states = gather_objects(run.loader.state_dict() if run.dims.is_first_stage else None, run.host_group)
-        return {
+        shared_state = {
             "step": run.step,
             "tokens": run.progress.tokens,
             "samples": run.progress.samples,
@@ -100,12 +95,11 @@ class RunState:
             "skipped_steps": run.progress.skipped_steps,
             "finite_step": run.progress.finite_step,
             "loader": merge_positions([state for state in states if state is not None]),
-            "vocab_size": run.loader.dataset.vocab_size,
-            "tokenizer_checksum": self.tokenizer_checksum,
+            **self._data,
             "hooks": {hook.saved_as: hook.state_dict() for hook in run.hooks if hook.saved_as},
-            "config": self.config.resolved(),
-            "study": None if self.study is None else self.study.model_dump(mode="json"),
+            **self._settings,
         }
+        return SavedState(shared_state, {"rng": capture_rng()}, self._client_state)
 
 
 class WaitForSnapshots(Hook):
@@ -173,7 +167,7 @@ class Saver(Hook):
         self.fields: tuple[Field, ...] = (self._again,)
         self._has_looked = False
         self._background: DiskSaver | None = None
-        damaged = any(fault.phase == "checkpoint" for fault in state.config.megasdc.faults)  # whole after its step
+        damaged = any(fault.phase == "checkpoint" for fault in config.megasdc.faults)  # whole after its step
         if self.section.interval and self.section.writing != "sync" and not damaged:
             self._background = DiskSaver(self.folder, run.dims, self._ranks, run.engine.device, self._keep)
             self.fields = (self._again, *self._background.fields)
@@ -203,11 +197,9 @@ class Saver(Hook):
         interval = self.section.interval
         if self._background is None or -(-run.step // interval) * interval >= run.steps:
             return
-        size = self._background.measure(run.engine, self.state.of(run))
-        problem = why_not(size, run.host_group, is_asked=self.section.writing == "async")
+        is_asked = self.section.writing == "async"
+        size, problem = self._background.reserve(run.engine, self.state.of(run), is_asked=is_asked)
         if problem is None:
-            self._background.reserve(run.engine, self.state.of(run))
-            self._background.start()
             self._tell(run, "async", f"a snapshot takes {size / GIB:,.2f} GiB of memory a rank")
         elif self.section.writing == "async":
             raise ConfigError(f"megasdc.checkpoint.writing is async, but {problem}; or set it to auto or sync")
@@ -414,11 +406,11 @@ class MemoryCheckpoints(Hook):
         Raises:
             ConfigError: memory has no room, and the run may not go on without snapshots; on all ranks.
         """
-        size, there = self._saver.measure(run.engine, self._state.of(run))
+        size, problem = self._saver.reserve(run.engine, self._state.of(run), is_asked=True)
         largest = max(gather_objects(size, run.host_group))
         if run.dims.rank == 0:
             run.events.emit("memory", "needs", step=run.step, rank_bytes=largest)
-        if (problem := why_not(size - there, run.host_group, is_asked=True, with_names=True)) is not None:
+        if problem is not None:
             if self._may_go_on:
                 self._is_off = True
                 if run.dims.rank == 0:
@@ -428,7 +420,6 @@ class MemoryCheckpoints(Hook):
             if self._place.leader and not self._has_old:
                 shutil.rmtree(self._folder, ignore_errors=True)  # it holds nothing
             raise ConfigError(f"megasdc.checkpoint.memory.interval is {self._interval}, but {problem}; or set it to 0")
-        self._saver.reserve(run.engine, self._state.of(run))
         if run.dims.rank == 0:
             logger.info("every %d steps a snapshot stays in memory: %.2f GiB a rank", self._interval, size / GIB)
 
@@ -449,9 +440,7 @@ class MemoryCheckpoints(Hook):
             self._look(run)
         if self._is_off:
             return
-        if (problem := self._saver.advance()) is not None and run.dims.rank == 0:
-            logger.warning("memory: no snapshot was kept: %s; training goes on", problem)
-            run.events.emit("warning", "memory_not_kept", step=run.step, message=problem)
+        self._report(run, self._saver.advance())
         if self._has_old and self._saver.whole > self._first:
             self._has_old = False
             self._forget_old(run)
@@ -470,12 +459,12 @@ class MemoryCheckpoints(Hook):
                 run.events.emit("warning", "memory_not_kept", step=run.step, message=wrong)
             return
         if is_kept:
-            self._saver.finish()
+            self._report(run, self._saver.finish())
         taken = self._saver.begin(run.engine, run.step, state)
         run.progress.paused_s += self._saver.stalled_s if taken else 0.0
         self._taken = run.step if taken else self._taken
         if is_kept:
-            self._saver.finish()
+            self._report(run, self._saver.finish())
         run.enter("BETWEEN")
         if self._was_taken and not taken and run.dims.rank == 0:  # the first of several
             run.events.emit("skip", "memory_snapshot", step=run.step, skipped=self._saver.skipped)
@@ -494,6 +483,12 @@ class MemoryCheckpoints(Hook):
                     "memory/failed": self._saver.failed,
                 },
             )
+
+    def _report(self, run: Run, problem: str | None) -> None:
+        """Report that snapshots were given up; None: none was."""
+        if problem is not None and run.dims.rank == 0:
+            logger.warning("memory: no snapshot was kept: %s; training goes on", problem)
+            run.events.emit("warning", "memory_not_kept", step=run.step, message=problem)
 
     def _forget_old(self, run: Run) -> None:
         """Remove snapshots of the run's earlier starts from this host's memory: all ranks have newer ones.
@@ -522,7 +517,7 @@ class MemoryCheckpoints(Hook):
 
     def before_isolation(self, run: Run) -> None:
         """Wait until the last snapshot is whole, here and at the partner: the run goes on from it."""
-        self._saver.finish()
+        self._report(run, self._saver.finish())
 
     def close(self) -> None:
         """End the writer; snapshots stay in memory after an error."""

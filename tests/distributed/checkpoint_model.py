@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from megasdc.checkpoint.disk_saver import save_checkpoint
 from megasdc.checkpoint.load import LoadedState, load_checkpoint
 from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.checkpoint.save import Retention, SavedState, SaveResult
+from megasdc.checkpoint.save import Retention, SaveResult, save_checkpoint
+from megasdc.checkpoint.snapshot import SavedState
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.parallel.dims import ParallelDims
 

@@ -12,11 +12,11 @@ from checkpoint_model import Run
 from harness import run_distributed
 from small_disk import small_disk
 
-from megasdc.checkpoint.disk_saver import DiskSaver
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.ranks import CheckpointGroup
-from megasdc.checkpoint.save import Retention, SavedState, SaveResult
+from megasdc.checkpoint.save import DiskSaver, Retention, SaveResult
+from megasdc.checkpoint.snapshot import SavedState
 from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.determinism import capture_rng
 from megasdc.events import EventLog, read_events
@@ -137,10 +137,9 @@ def _fail(folder: str, what: str, events: str) -> dict[str, Any]:
 
 def _flip(saver: DiskSaver) -> None:
     """Change a bit in shared memory after it was copied."""
-    snapshot: Any = saver._snapshot
-    snapshot._copying.join()
-    memory = snapshot._images["zero_pp_rank_1_mp_rank_00_optim_states.pt"].memory
-    file = next(one for one in snapshot._files if one.name.startswith("zero_pp_rank_1"))
+    snapshot: Any = saver._snapshots[0]
+    file = next(one for one in snapshot._copying.result() if one.name.startswith("zero_pp_rank_1"))
+    memory = snapshot._images[file.name].memory
     memory[max(file.layout.tensors, key=lambda one: one.size_bytes).offset + 5] ^= 1
 
 
@@ -199,8 +198,8 @@ def _reserve(folder: str) -> bool:
     beside = Beside(folder)
     saver: Any = beside.saver
     beside.run.train(1)
-    saver.reserve(beside.run.engine, SavedState({}, {"rng": capture_rng(), "consumed": 1}))
-    pid, images = saver._writer.pid, saver._snapshot._images
+    saver.reserve(beside.run.engine, SavedState({}, {"rng": capture_rng(), "consumed": 1}), is_asked=True)
+    pid, images = saver._writer.pid, saver._snapshots[0]._images
     maps = {name: image.memory for name, image in images.items()}
     beside.begin()
     beside.step()

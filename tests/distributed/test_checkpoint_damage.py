@@ -16,11 +16,11 @@ from checkpoint_model import Run
 from harness import run_distributed
 from small_disk import small_disk
 
-from megasdc.checkpoint import disk_saver, files, writer_main
+from megasdc.checkpoint import files, save, snapshot, writer_process
 from megasdc.checkpoint.manifest import Manifest, describe_file, read_manifest, write_manifest
 from megasdc.checkpoint.ranks import CheckpointGroup
 from megasdc.checkpoint.resume import find_checkpoint
-from megasdc.checkpoint.save import SavedState
+from megasdc.checkpoint.snapshot import SavedState
 from megasdc.common.errors import CheckpointError, MegasdcError, StorageError
 from megasdc.events import EventLog, read_events
 
@@ -161,13 +161,13 @@ def test_damage_of_any_kind_is_refused_by_all_ranks(tmp_path: Path) -> None:
 
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {
-    "prepared": (disk_saver, "wrapped_writer", 1),
-    "one file written": (disk_saver, "sync_path", 0),
-    "files written": (disk_saver, "describe_stored", 1),
-    "manifest written": (writer_main, "commit_folder", 0),
+    "prepared": (snapshot, "wrapped_writer", 1),
+    "one file written": (snapshot, "sync_path", 0),
+    "files written": (snapshot, "describe_stored", 1),
+    "manifest written": (writer_process, "commit_folder", 0),
     "old one moved aside": (files.os, "rename", 0),
-    "renamed": (disk_saver.DiskSaver, "_move_latest", 0),
-    "deleting": (writer_main, "delete_unheld", 0),
+    "renamed": (save.DiskSaver, "_move_latest", 0),
+    "deleting": (writer_process, "delete_unheld", 0),
 }
 """Which call of the second save a rank is killed before (``os.rename``: after), and which rank."""
 
@@ -327,9 +327,7 @@ def _save_what_cannot_be_loaded(folder: str) -> str:
     run = Run()
     run.train(1)
     try:
-        disk_saver.save_checkpoint(
-            run.engine, folder, 1, SavedState({}, {"hook": Payload("x")}), run.dims, CheckpointGroup()
-        )
+        save.save_checkpoint(run.engine, folder, 1, SavedState({}, {"hook": Payload("x")}), run.dims, CheckpointGroup())
     except CheckpointError as error:
         return str(error)
     return "saved"

@@ -11,9 +11,8 @@ from harness import run_distributed
 from whole_runs import events_of, prepare_text, pretrain_rank, write_config
 
 from megasdc.checkpoint.files import Fence, FencedError
-from megasdc.checkpoint.save import SaveJob
-from megasdc.checkpoint.writer_main import act
-from megasdc.checkpoint.writer_process import Act
+from megasdc.checkpoint.save import DiskSaver, SaveJob
+from megasdc.checkpoint.writer_process import Act, act
 from megasdc.common.run_lock import RECORD_FILE, Holder
 from megasdc.events import read_events
 from megasdc.train.checkpointer import Saver
@@ -63,19 +62,19 @@ def test_the_checkpoints_of_another_launch_are_not_touched(tmp_path: Path, writi
 
 def _lose_the_folder_before_the_old_are_deleted(config: str) -> tuple[int, str | None]:
     """Body of a rank: another launch takes the folder after ``latest`` names the checkpoint of step 6."""
-    verified, watch = SaveJob.verified, FolderWatch.after_step
+    move, watch = DiskSaver._move_latest, FolderWatch.after_step
     FolderWatch.after_step = lambda *_: None  # type: ignore[method-assign]
 
-    def taken(job: SaveJob) -> set[int]:
+    def taken(saver: DiskSaver, job: SaveJob) -> None:
         if job.step == 6 and job.place.leader:
             _take(job.folder.parent)
-        return verified(job)
+        move(saver, job)
 
-    SaveJob.verified = taken  # type: ignore[method-assign]
+    DiskSaver._move_latest = taken  # type: ignore[method-assign]
     try:
         return pretrain_rank(config, [])
     finally:
-        SaveJob.verified, FolderWatch.after_step = verified, watch  # type: ignore[method-assign]
+        DiskSaver._move_latest, FolderWatch.after_step = move, watch  # type: ignore[method-assign]
 
 
 def test_old_checkpoints_of_another_launch_are_not_deleted(tmp_path: Path) -> None:

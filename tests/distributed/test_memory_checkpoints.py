@@ -14,7 +14,6 @@ from checkpoint_model import Run
 from harness import run_distributed
 
 from megasdc.checkpoint import host_memory
-from megasdc.checkpoint.disk_saver import why_not
 from megasdc.checkpoint.host_memory import (
     HELD_FILE,
     Lineage,
@@ -27,7 +26,7 @@ from megasdc.checkpoint.host_memory import (
 from megasdc.checkpoint.in_memory import InMemoryCheckpoint, MemorySaver, find_in_memory, restore
 from megasdc.checkpoint.load import load_checkpoint
 from megasdc.checkpoint.ranks import CheckpointGroup, find_place
-from megasdc.checkpoint.save import SavedState
+from megasdc.checkpoint.snapshot import SavedState, why_not
 from megasdc.common.errors import CheckpointError
 from megasdc.determinism import capture_rng, restore_rng
 from megasdc.parallel.collectives import StepAgreement

@@ -10,7 +10,7 @@ import pytest
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, prepare_text, pretrain_rank, state_of, train_run, write_config
 
-from megasdc.checkpoint.disk_saver import Snapshot
+from megasdc.checkpoint.snapshot import Snapshot
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS = 8
@@ -21,9 +21,9 @@ def train_with_slow_copies(config: str) -> tuple[int, str | None]:
     """Body of a rank whose snapshots are copied long after the passes of the step that follows have begun."""
     copy = Snapshot._copy
 
-    def late(snapshot: Snapshot, ready: Any) -> None:
+    def late(snapshot: Snapshot, *args: Any) -> Any:
         time.sleep(0.3)
-        copy(snapshot, ready)
+        return copy(snapshot, *args)
 
     Snapshot._copy = late  # type: ignore[method-assign]
     try:

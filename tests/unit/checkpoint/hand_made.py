@@ -23,7 +23,7 @@ from megasdc.checkpoint.manifest import (
     write_manifest,
     write_marker,
 )
-from megasdc.checkpoint.save import describe_tensors
+from megasdc.checkpoint.snapshot import describe_tensors
 from megasdc.checkpoint.views import shard_fragments
 from megasdc.config.model import ModelSection
 from megasdc.model.sharding import Split, parameter_splits, split_name, take_shard

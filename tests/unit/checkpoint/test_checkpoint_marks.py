@@ -18,7 +18,7 @@ from megasdc.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from megasdc.checkpoint.ranks import FolderRanks
 from megasdc.checkpoint.records import write_record
 from megasdc.checkpoint.resume import move_aside
-from megasdc.checkpoint.save import Retention, list_due, plan_retention
+from megasdc.checkpoint.save import Retention, find_due, list_due, plan_retention
 from megasdc.checkpoint.verify import (
     Standing,
     clear_corruption,
@@ -31,8 +31,7 @@ from megasdc.checkpoint.verify import (
     read_mark,
     verify_checkpoint,
 )
-from megasdc.checkpoint.writer_main import act
-from megasdc.checkpoint.writer_process import Act
+from megasdc.checkpoint.writer_process import Act, act
 from megasdc.cli import app
 from megasdc.common import durable
 from megasdc.common.errors import CheckpointError, CorruptionError, StorageError
@@ -147,7 +146,8 @@ def test_retention_keeps_what_a_run_can_go_back_to(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 2)
     due = list_due(tmp_path, 24, Retention(1))
     assert due == [2, 4, 12, 20]
-    assert act(Act(delete=tuple(tmp_path / step_folder(step) for step in due))).failed == []
+    answer = act(Act(due=lambda: find_due(tmp_path, 24, Retention(1))))
+    assert (answer.deleted, answer.failed) == (due, [])
     assert list_steps(tmp_path) == [8, 16, 24], "16 is as finite as 12, and both lead nowhere; 8 led to step 9"
     way = find_way_back(tmp_path)
     assert way is not None and (way.step, way.verified) == (8, False) and "finite step followed" in str(way)

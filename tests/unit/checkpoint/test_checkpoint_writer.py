@@ -6,7 +6,7 @@ import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from megasdc.checkpoint.allowlist import find_unsafe_classes
-from megasdc.checkpoint.disk_saver import CapturingWriter, write_file
+from megasdc.checkpoint.snapshot import CapturingWriter, write_file
 
 
 def test_the_zero_stage_is_saved_as_a_number(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import xxhash
 
-from megasdc.checkpoint import in_memory
+from megasdc.checkpoint import in_memory, save
 from megasdc.checkpoint.host_memory import (
     _HEAD,
     _RIGHT,
@@ -32,7 +32,7 @@ from megasdc.checkpoint.host_memory import (
     rank_folder,
 )
 from megasdc.checkpoint.in_memory import MemorySaver
-from megasdc.checkpoint.ranks import RankProblem
+from megasdc.checkpoint.ranks import CheckpointGroup, RankProblem
 from megasdc.checkpoint.records import read_record, record_text
 from megasdc.checkpoint.writer_process import TaskResult
 from megasdc.common.host import is_own_folder
@@ -43,10 +43,28 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a fold
 
 def saver_of(folder: Path, answers: list[TaskResult]) -> Any:
     """A saver of one rank whose writer answers so."""
-    place: Any = SimpleNamespace(gather=lambda own: [own], leader=True, node="here")
+    place: Any = SimpleNamespace(gather=lambda own: [own], leader=True, node="here", among=CheckpointGroup())
     saver: Any = MemorySaver(folder, "run", 1, ParallelDims(1, 1, 1, 0), place, torch.device("cpu"), 1)
-    saver._writer = SimpleNamespace(poll_result=lambda: answers.pop(0) if answers else None, close=lambda: None)
+    saver._writer = SimpleNamespace(
+        poll_result=lambda: answers.pop(0) if answers else None, close=lambda: None, hurry=lambda: None
+    )
     return saver
+
+
+class Alone:
+    """The agreement of one rank."""
+
+    def __init__(self, _group: None) -> None:
+        self._fields: Any = ()
+
+    def start(self, fields: Any) -> None:
+        """Keep the fields."""
+        self._fields = fields
+
+    def finish(self) -> None:
+        """Give each field its own number."""
+        for one in self._fields:
+            one.receive(one.send())
 
 
 def sent(saver: Any, step: int) -> Any:
@@ -82,6 +100,19 @@ def test_a_slot_that_failed_is_not_whole_where_another_holds_nan(tmp_path: Path)
     assert saver._problem is not None and saver._problem.text == "no room"
 
 
+def test_what_was_waited_for_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step of a run that has no room on the disk can be kept, whatever was under way before it."""
+    monkeypatch.setattr(save, "StepAgreement", Alone)
+    saver = saver_of(tmp_path, [TaskResult(), TaskResult(), TaskResult("no room"), TaskResult()])
+    for step in (1, 2):
+        sent(saver, step)
+    assert saver.is_under_way and saver.finish() is None
+    assert saver.whole == 2 and sum(one.step < saver.whole for one in saver._slots) == 2
+    saver._slots[0].step = 0
+    sent(saver, 3)
+    assert "no room" in saver.finish() and saver.whole == 2 and not saver.is_under_way
+
+
 def test_what_a_run_went_on_from_stays_where_its_first_snapshot_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +125,17 @@ def test_what_a_run_went_on_from_stays_where_its_first_snapshot_fails(
     saver._problem = RankProblem("no room", True)
     assert "no room" in saver._abort()
     assert [one.step for one in saver._slots] == [4, 0, 0] and failed.step == 0
+
+
+def test_ranks_that_an_earlier_start_had_not_find_as_many_slots_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks begin or skip the same snapshots, since each of them takes part in taking one."""
+    held = SimpleNamespace(record=SimpleNamespace(rank=1, step=4), folder=Path("slot_1"))
+    monkeypatch.setattr(in_memory, "find_slots", lambda *_: ([held], []))
+    saver = saver_of(tmp_path, [])
+    assert saver.adopt(4)
+    assert [one.step for one in saver._slots] == [4, 0, 0]
 
 
 @pytest.mark.parametrize("taken", [False, pytest.param(True, marks=as_root)])

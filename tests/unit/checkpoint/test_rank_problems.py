@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from megasdc.checkpoint.disk_saver import OwnWriter, WriteTask, capture
-from megasdc.checkpoint.writer_process import TaskResult
+from megasdc.checkpoint.snapshot import OwnWriter, capture
+from megasdc.checkpoint.writer_process import StoreTask, TaskResult
 
 
 def _failed(folder: Path, name: str) -> TaskResult:
     writer = OwnWriter()
-    writer.send(WriteTask([capture({"x": torch.zeros(1_000_000)}, name)], folder, {}))
+    writer.send(StoreTask([capture({"x": torch.zeros(1_000_000)}, name)], folder))
     return writer.poll_result()
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megasdc.checkpoint import allowlist, writer_main, writer_process
-from megasdc.checkpoint.disk_saver import Snapshot, capture, write_file
 from megasdc.checkpoint.manifest import digest_file
+from megasdc.checkpoint.snapshot import Snapshot, capture, write_file
 from megasdc.checkpoint.tensor_files import Extent, StateFiles, read_whole
-from megasdc.checkpoint.writer_main import TornError, act, store
-from megasdc.checkpoint.writer_process import Act, StoreTask, lay_out, seal
+from megasdc.checkpoint.writer_main import TornError, store
+from megasdc.checkpoint.writer_process import Act, StoreTask, act, lay_out, seal
 
 CPU = torch.device("cpu")
 FLAT = torch.arange(100, dtype=torch.float32)
@@ -114,10 +114,10 @@ def test_a_snapshot_is_used_again(tmp_path: Path) -> None:
 
 def test_memory_is_there_before_it_is_copied_into(tmp_path: Path) -> None:
     """All pages are allocated when a snapshot is prepared, also those that a longer pickle needs again."""
-    snapshot = Snapshot(CPU)
+    snapshot = Snapshot(CPU, tmp_path)
     for text in ("long" * 50_000, "short", "longer" * 50_000):
         files = [capture({"text": text, "value": torch.ones(1 << 18)}, "state.pt")]
-        snapshot.prepare(files, tmp_path)
+        snapshot.prepare(files)
         held = (tmp_path / "state.pt").stat()
         assert held.st_size == files[0].layout.size_bytes <= held.st_blocks * 512
     snapshot.close()
@@ -127,10 +127,10 @@ def test_memory_is_there_before_it_is_copied_into(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["copied", "sealed"])
 def test_a_changed_bit_is_found(part: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor or a pickle that changes before the digest is taken is refused, also just before it is written."""
-    snapshot = Snapshot(CPU)
     files = [capture({"a": torch.ones(1000)}, "state.pt")]
     in_place = part == "data.pkl"  # elsewhere a broken pickle is refused for its own sake
-    snapshot.prepare(files, tmp_path if in_place else None)
+    snapshot = Snapshot(CPU, tmp_path if in_place else None)
+    snapshot.prepare(files)
     snapshot.start_copy(files)
     (taken,) = snapshot.wait()
     member = next(one for one in taken.layout.members if one.name == f"state/{part}")
@@ -181,9 +181,9 @@ def test_names_change_in_order(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("{}")
     texts = {tmp_path / "part" / "note": "whole"}
-    answer = act(Act(texts, (tmp_path / "part", tmp_path / "new"), (tmp_path / "gone", tmp_path / "old")))
+    answer = act(Act(texts, (tmp_path / "part", tmp_path / "new"), lambda: {1: tmp_path / "gone", 2: tmp_path / "old"}))
     assert (tmp_path / "new" / "note").read_text() == "whole"
-    assert not (tmp_path / "old").exists()
+    assert not (tmp_path / "old").exists() and answer.deleted == [2]
     assert len(answer.failed) == 1
     assert "gone cannot be deleted" in answer.failed[0]
 

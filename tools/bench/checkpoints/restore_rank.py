@@ -41,9 +41,9 @@ RESUME_PARTS = {
 def restore_in_blocks(messages: Messages, raw: dict[str, Any], folder: Path, restores: int) -> None:
     """Save once, then restore several times, each time after an answer; send the seconds of each part."""
     from megasdc.checkpoint import load, resume
-    from megasdc.checkpoint.disk_saver import save_checkpoint
     from megasdc.checkpoint.ranks import CheckpointGroup
-    from megasdc.checkpoint.save import SavedState
+    from megasdc.checkpoint.save import save_checkpoint
+    from megasdc.checkpoint.snapshot import SavedState
     from megasdc.determinism import capture_rng
     from megasdc.train.main import train_step
     from tools.bench.small.runs import build_run

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megasdc.checkpoint import disk_saver, in_memory
-from megasdc.checkpoint.disk_saver import Snapshot
+from megasdc.checkpoint import save
+from megasdc.checkpoint.snapshot import Snapshot
 from megasdc.checkpoint.writer_process import StoreTask, TaskResult, WriterProcess
 from tools.bench.clocks import Clock
 
@@ -57,8 +57,7 @@ class SaveClock(Clock):
 
     def attach(self) -> None:
         """Time all snapshots and writers of this process from now on."""
-        for module in (disk_saver, in_memory):
-            module.capture_engine = self.wrap(CAPTURE, module.capture_engine)  # type: ignore[attr-defined]
+        save.capture_engine = self.wrap(CAPTURE, save.capture_engine)
         Snapshot.prepare = self.wrap(ALLOCATE, Snapshot.prepare)  # type: ignore[method-assign, assignment]
         Snapshot.wait = self.wrap(WAIT, Snapshot.wait)  # type: ignore[method-assign, assignment]
         self._watch_copies()
@@ -71,11 +70,12 @@ class SaveClock(Clock):
             self._began[id(snapshot)] = self._saver, sum(one.layout.size_bytes for one in files)
             take(snapshot, files)
 
-        def copy_timed(snapshot: Snapshot, ready: Any) -> None:
+        def copy_timed(snapshot: Snapshot, *args: Any) -> Any:
             saver, size_bytes = self._began[id(snapshot)]
             began = time.perf_counter()
-            copy(snapshot, ready)
+            found = copy(snapshot, *args)
             self.copies.append(Moved(saver, began, int(size_bytes), time.perf_counter() - began))
+            return found
 
         Snapshot.start_copy = take_noted  # type: ignore[method-assign, assignment]
         Snapshot._copy = copy_timed  # type: ignore[method-assign, assignment]

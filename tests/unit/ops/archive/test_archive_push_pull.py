@@ -23,10 +23,9 @@ from fsspec.registry import _registry
 from run_to_archive import RUN, contents, invoke, killed_command
 
 from megasdc.checkpoint.manifest import has_marker, read_manifest
-from megasdc.checkpoint.save import Retention, list_due
+from megasdc.checkpoint.save import Retention, find_due, list_due
 from megasdc.checkpoint.verify import verify_checkpoint
-from megasdc.checkpoint.writer_main import act
-from megasdc.checkpoint.writer_process import Act
+from megasdc.checkpoint.writer_process import Act, act
 from megasdc.common.errors import CheckpointError, ConfigError, StorageError
 from megasdc.ops.archive import cut, lease, store
 from megasdc.ops.archive.entries import read_entries
@@ -279,7 +278,7 @@ def test_a_checkpoint_that_is_pushed_is_not_deleted(checkpoints: Path, tmp_path:
     )
     assert killed.stdout is not None and killed.stdout.readline() == b"held\n"
     assert list_due(checkpoints, 4, Retention(last=1)) == [2]
-    delete = Act(delete=(checkpoints / "step_00000002",))
+    delete = Act(due=lambda: find_due(checkpoints, 4, Retention(last=1)))
     assert "is being archived" in act(delete).failed[0] and list_due(checkpoints, 4, Retention(last=1)) == [2]
     killed.kill()
     killed.wait()
