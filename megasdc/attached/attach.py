@@ -49,7 +49,7 @@ from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.groups import device_uuid
 from megasdc.sdc.finding import Finding, Suspects
-from megasdc.sdc.incident import Environment, Script
+from megasdc.sdc.incident import Environment, Script, StepFate
 from megasdc.sdc.policy import choose_action, report_finding, what_to_do
 
 
@@ -72,6 +72,12 @@ logger = logging.getLogger(__name__)
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 _starts: dict[Path, Origin] = {}
 """Starts that this process has counted, by run folder."""
+ENDS: dict[StepFate, str] = {
+    "not taken": "the step is not taken",
+    "taken": "the step was taken: go on from a checkpoint before it",
+    "skipped": "the optimizer has skipped the step, which has changed no parameter: go on from a checkpoint before it",
+}
+"""Ends of messages on a finding that halts."""
 P = TypeVar("P", bound=Protection)
 BuildPart = Callable[[Training], Protection | None]
 
@@ -372,23 +378,24 @@ class Guard:
         return result
 
     def _settle_taken(self, step: int, found: Finding) -> bool:
-        """Settle a finding in a step that the optimizer has taken; returns whether its part puts right what is wrong.
+        """Settle a finding once the optimizer was called; returns whether its part puts right what is wrong.
 
         Raises:
             CorruptionExit: the policy is to halt; on all ranks.
 
         Collective: all ranks of the world.
         """
-        return self._act(step, found, "check", trained_on=True, taken=True) == "repair"
+        skipped = bool(getattr(self._training.engine.optimizer, "overflow", False))
+        return self._act(step, found, "check", trained_on=True, fate="skipped" if skipped else "taken") == "repair"
 
-    def _act(self, step: int, found: Finding, what: str, *, trained_on: bool, taken: bool = False) -> str:
+    def _act(self, step: int, found: Finding, what: str, *, trained_on: bool, fate: StepFate = "not taken") -> str:
         """Report a finding, and end the training if the policy is to halt; returns the action.
 
         Args:
             what: what has found it, as messages call it.
             trained_on: whether what was found is part of the training: what was wrong once is put right then, or ends
                 it, unless ``not_reproduced`` is set.
-            taken: whether the optimizer has taken the step.
+            fate: what the optimizer has made of the step.
 
         Raises:
             CorruptionExit: the policy is to halt; on all ranks.
@@ -401,25 +408,26 @@ class Guard:
             policy = policy.model_copy(update={"not_reproduced": "halt" if found.unrepaired else "repair"})
         action = choose_action(policy, found)
         page = report_finding(
-            *(training, training.suspects, step, found, action), self._describe, settings.health.alert_command
+            *(training, training.suspects, step, found, action),
+            *(partial(self._describe, fate), settings.health.alert_command),
         )
         text = f"the {what} of step {step} found silent data corruption: {found.text}. {what_to_do(page)}"
         if self.dims.rank == 0:
-            ends = "the step was taken: go on from a checkpoint before it" if taken else "the step is not taken"
-            logger.error("%s; %s", text, ends if action == "halt" else "training goes on")
+            goes_on = "it is put right, and training goes on" if action == "repair" else "training goes on"
+            logger.error("%s; %s", text, ENDS[fate] if action == "halt" else goes_on)
         if action == "halt":
             training.events.emit_on_rank_0("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
             raise CorruptionExit(text)
         return action
 
-    def _describe(self, _: list[str]) -> dict[str, Any]:
+    def _describe(self, fate: StepFate, _: list[str]) -> dict[str, Any]:
         """Fields of an incident; see ``policy.Describe``."""
         engine, saves = self._training.engine, self._saves
         return {
             "environment": Environment(installed_versions(), self.dims.layout, engine_precision(engine)),
             "verified_checkpoint": saves.verified and str(saves.verified),
             "newest_candidate": saves.candidate and str(saves.candidate),
-            "script": Script(_command(sys.argv), saves.agreed_step),
+            "script": Script(_command(sys.argv), saves.agreed_step, fate),
         }
 
 

@@ -206,11 +206,11 @@ class GuardNonFinite(Protection):
         """
         seen = self._batches.finite.pop_first(self._dims)
         flags = torch.tensor([0.0, float(seen is not None)], device=self._engine.device)
-        flags[0] = _norm_is_bad(self._engine)
+        flags[0] = own = _norm_is_bad(self._engine)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         bad_norm, bad_result = (bool(one) for one in flags.tolist())
         if bad_result or (bad_norm and not self._scale_explains_it()):
-            self._search(step, seen)
+            self._search(step, seen, bool(own))
         self._batches.clear()
         return ()
 
@@ -221,7 +221,7 @@ class GuardNonFinite(Protection):
             return False
         return float(engine.optimizer.loss_scale) > FP16_SCALE
 
-    def _search(self, step: int, seen: NonFinite | None) -> None:
+    def _search(self, step: int, seen: NonFinite | None, bad_gradients: bool) -> None:
         if self._left == 0:
             return
         self._left -= 1
@@ -229,6 +229,8 @@ class GuardNonFinite(Protection):
         found, lacks = find_first(self._training, before, count, partial(self._recompute, step), self._order)
         if found.origin is not None and not found.reproduced and found.origin.found.address.phase == BACKWARD:
             found = replace(found, reproduced=None)  # a gradient that the model was given: nobody computed it again
+        bad = gather_objects(bad_gradients, self._training.host_group)
+        found = replace(found, gradients_of=tuple(rank for rank, one in enumerate(bad) if one))
         meaning = None if found.origin is None else found.origin.meaning
         fields = {**found.fields, "meaning": meaning, "not_recomputed": lacks}
         self._training.events.emit_on_rank_0(EVENT_KIND, "first", step=step, **fields)
@@ -343,7 +345,7 @@ class Warnings:
             return
         text = found.text
         if found.origin is None and found.reproduced is None:
-            text = "the gradients are NaN or Inf, and no micro-batch could be computed again"
+            text = f"{found.gradients} are NaN or Inf, and no micro-batch could be computed again"
         whole = "; ".join(filter(None, (text, meaning, *lacks)))
         self._told[kind] = _Told(meaning if meaning is not None and of_data else f"first, {whole}", 0, step)
         logger.warning("step %d: %s", step, whole)

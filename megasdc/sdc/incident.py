@@ -159,6 +159,10 @@ class Environment:
     precision: str
 
 
+StepFate = Literal["not taken", "taken", "skipped"]
+"""What the optimizer has made of a step: not called yet, taken, or skipped for NaN or Inf, so that nothing changed."""
+
+
 @dataclass(frozen=True)
 class Script:
     """A training that is not megasdc's own, to which a guard was attached.
@@ -166,10 +170,12 @@ class Script:
     Args:
         command: the script and its arguments.
         agreed: last step before which an audit has found all replicas equal; None: none has.
+        fate: what the optimizer had made of the step; None: of an earlier version.
     """
 
     command: str
     agreed: int | None
+    fate: StepFate | None = None
 
 
 @dataclass(frozen=True)
@@ -439,6 +445,10 @@ def _go_on(incident: Incident) -> Instruction:
     verified, candidate = incident.verified_checkpoint, incident.newest_candidate
     if incident.done != "halted":
         return Instruction("The run continues; no restart is needed.")
+    is_lost = incident.script is not None and incident.script.fate == "skipped" and incident.tier == "reduction"
+    if is_lost and candidate is not None:
+        older = f"; the newest after which all replicas have agreed is {verified}" if verified else ""
+        return Instruction(f"Go on from {candidate}, the newest checkpoint: no parameter has changed{older}.")
     if incident.script is not None and verified is not None:
         newer = f"; newer ones, up to {candidate}, may hold what went wrong" if candidate else ""
         folder, tag = os.path.split(verified)
@@ -448,7 +458,13 @@ def _go_on(incident: Incident) -> Instruction:
             f"`engine.load_checkpoint({folder!r}, {tag!r})`"
         )
     if incident.script is not None:
-        newest = f"at most {incident.script.agreed - 1} steps" if incident.script.agreed else "no step of this start"
+        agreed = incident.script.agreed
+        if agreed == 1:
+            return Instruction(
+                "Begin anew: all replicas have agreed before the first step alone, so that each checkpoint may hold "
+                "what went wrong."
+            )
+        newest = f"at most {agreed - 1} step{'s' * (agreed > 2)}" if agreed else "no step of this start"
         return Instruction(
             f"Go on from a checkpoint with {newest}, after which all replicas have agreed; newer ones may hold what "
             "went wrong. Where there is none, begin anew."

@@ -25,6 +25,7 @@ from megasdc.sdc.incident import (
     Incident,
     Opinion,
     RankPlace,
+    StepFate,
     headline,
     how_often,
     incident_to_json,
@@ -85,15 +86,29 @@ _BASES = {
     "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
     "copies on tensor ranks": "Right is what most tensor ranks hold of parameters that all of them hold whole.",
 }
+_ENDS = f"all ranks end with exit code {CorruptionError.exit_code}."
 _OUTCOMES = {
-    "halted": f"Training was halted: nothing more was committed or saved, all ranks end with exit code "
-    f"{CorruptionError.exit_code}.",
+    "halted": f"Training was halted: nothing more was committed or saved, {_ENDS}",
     "isolated": "Nothing of the step was committed. The other replicas go on in the same processes, with the same "
     "samples a step, from the newest step in memory or on the disk that may be used; its ranks have ended.",
     "repaired": "The work was redone, all ranks agreed, and that result was used; training continues.",
     "committed": "The step was committed as it was, with what is wrong in it; training continues, and no checkpoint "
     "saved from then on will be verified.",
 }
+
+
+_HALTED: dict[StepFate | None, str] = {
+    "not taken": f"Training was halted before the step was taken: {_ENDS}",
+    "taken": f"Training was halted once the step was taken, so that parameters may hold what is wrong: {_ENDS}",
+    "skipped": f"Training was halted in a step that the optimizer has skipped, so that no parameter changed: {_ENDS}",
+}
+
+
+def _outcome(incident: Incident) -> str:
+    """Sentence on what was done."""
+    if incident.done == "halted" and incident.script is not None:
+        return _HALTED.get(incident.script.fate, _OUTCOMES["halted"])
+    return _OUTCOMES[incident.done]
 
 
 def write_incident(incident: Incident) -> tuple[Path, Path]:
@@ -131,7 +146,7 @@ def report_paths(run_dir: Path | str, step: int) -> tuple[Path, Path]:
 def incident_page(incident: Incident, json_name: str) -> Page:
     """The page; ``json_name``: of the JSON file beside it."""
     sentences = [
-        _OUTCOMES[incident.done],
+        _outcome(incident),
         f"Run {incident.run_dir}, policy {incident.policy}, found by {_TIERS[incident.tier]}.",
         *([f"{INJECTED}."] if incident.injected else []),
     ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.common.words import ranges
 from megasdc.model.submodules import InputProbe, Named
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -177,11 +178,13 @@ class Explanation:
     Args:
         rank: rank of the first such result; None: none was found.
         reproduced: whether it came again when the step was recomputed; None: nothing was recomputed.
+        gradients_of: ranks whose reduced gradients were NaN or Inf; empty: not known.
     """
 
     rank: int | None
     origin: NonFiniteOrigin | None
     reproduced: bool | None
+    gradients_of: tuple[int, ...] = ()
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -203,12 +206,20 @@ class Explanation:
         }
 
     @property
+    def gradients(self) -> str:
+        """Text on the reduced gradients that were NaN or Inf."""
+        if not self.gradients_of:
+            return "the gradients"
+        return f"the reduced gradients of rank{'s' * (len(self.gradients_of) > 1)} {ranges(self.gradients_of)}"
+
+    @property
     def text(self) -> str:
         """The explanation as a sentence for people."""
         if self.origin is None:
             if self.reproduced is None:
                 return "no checked result was NaN or Inf; overflow is normal while the loss scale adapts"
-            return "not reproduced: the step's micro-batches, recomputed, were finite everywhere"
+            what = f"NaN or Inf in {self.gradients}" if self.gradients_of else "NaN or Inf in the loss or the gradients"
+            return f"{what} was not reproduced: the step's micro-batches, recomputed, were finite everywhere"
         inputs = {
             True: "its inputs were finite",
             False: "its inputs were not finite either",

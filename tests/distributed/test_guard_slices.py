@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,40 @@ def test_a_wrong_element_is_found_in_its_step(tmp_path: Path, layout: str, fault
         assert (incident.verdict, incident.done) == ("not_reproduced", "repaired")
         assert [one.rank for one in incident.flagged] == [1]
         assert found == run_distributed(_trained, ranks, str(tmp_path / "right"), layout, 4, WHOLE)
+
+
+def _nan(folder: str) -> tuple[int, bool, list[str]]:
+    """Body of a rank: a reduced gradient is NaN on rank 1; exit code, whether parameters changed by it, and the log."""
+    engine, told = _engine("zero1"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megasdc").addHandler(handler)
+    megasdc.attach(engine, _settings(folder))
+    train(engine, AT - 1, dist.get_rank())
+    before, step = _digest(engine.module), engine.step
+
+    def spoiled(*args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1 and engine.is_gradient_accumulation_boundary():
+            engine.optimizer.averaged_gradients[0][0].view(-1)[3] = torch.nan
+        return step(*args, **options)
+
+    engine.step = spoiled
+    with pytest.raises(SystemExit) as caught:
+        train(engine, 1, dist.get_rank())
+    return int(str(caught.value.code)), _digest(engine.module) != before, told
+
+
+def test_nan_of_a_sum_ends_a_training_whose_step_was_skipped(tmp_path: Path) -> None:
+    """The replicas' gradients were finite, so that the sum is wrong; nobody says that the step was taken."""
+    found = run_distributed(_nan, 2, str(tmp_path))
+    assert [(code, changed) for code, changed, _ in found] == [(73, False)] * 2
+    ((_, incident),) = load_incidents(tmp_path / "reports", [])
+    assert (incident.tier, incident.done) == ("reduction", "halted")
+    assert incident.script is not None and incident.script.fate == "skipped"
+    first, *_, last = found[0][2]
+    assert first.startswith(f"step {AT}: NaN or Inf in the reduced gradients of rank 1 was not reproduced: ")
+    ends = "the optimizer has skipped the step, which has changed no parameter: go on from a checkpoint before it"
+    assert last.endswith(f"; {ends}")
 
 
 @pytest.mark.full

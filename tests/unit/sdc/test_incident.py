@@ -30,6 +30,8 @@ from megasdc.sdc.incident import (
     Opinion,
     Outside,
     RankPlace,
+    Script,
+    StepFate,
     headline,
     how_often,
     incident_from_json,
@@ -334,6 +336,24 @@ def test_a_dispute_names_nobody() -> None:
     assert "--exclude alpha@beta" in text
     assert f"{1:016x}" in text
     assert re.search(r'class="[^"]*s4 origin"', html), "both ranks share a column, which is marked"
+
+
+@pytest.mark.parametrize(
+    ("fate", "outcome"),
+    [
+        ("not taken", "halted before the step was taken"),
+        ("taken", "halted once the step was taken"),
+        ("skipped", "that the optimizer has skipped, so that no parameter changed"),
+        (None, "nothing more was committed"),
+    ],
+)
+def test_a_page_of_a_guard_says_what_became_of_the_step(fate: StepFate | None, outcome: str) -> None:
+    """And never tells of more than happened; a sum of a step that was skipped is in no checkpoint."""
+    one = incident(tier="reduction", script=Script("train.py", 1, fate), verified_checkpoint=None)
+    text = checked(render_page(one, "x.json")).text
+    assert outcome in text and ("nothing more was committed" in text) == (fate is None)
+    assert (f"Go on from {one.newest_candidate}, the newest checkpoint" in text) == (fate == "skipped")
+    assert "at most 0 steps" not in text and ("Begin anew" in text) == (fate != "skipped")
 
 
 def test_hostile_names_are_text() -> None:

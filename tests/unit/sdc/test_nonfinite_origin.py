@@ -9,7 +9,7 @@ from torch import nn
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.nonfinite import InputKinds, NonFinite, NonFiniteOrigin, explain, origin_here
+from megasdc.sdc.nonfinite import Explanation, InputKinds, NonFinite, NonFiniteOrigin, explain, origin_here
 from megasdc.tensors.bits import NAN
 
 ORDER = ("a", "b", "loss")
@@ -70,3 +70,16 @@ def test_parameters_are_looked_at() -> None:
     found = NonFinite(Address(1, 0, FORWARD, "layer", "output"), 0, NAN)
     said = [origin_here(found, None, [torch.tensor([one])], inputs_read=False) for one in (1.0, torch.nan)]
     assert [one.parameters_finite for one in said] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "what"),
+    [
+        ((), "NaN or Inf in the loss or the gradients"),
+        ((1,), "NaN or Inf in the reduced gradients of rank 1"),
+        ((0, 1, 3), "NaN or Inf in the reduced gradients of ranks 0-1, 3"),
+    ],
+)
+def test_what_was_not_reproduced_is_told(ranks: tuple[int, ...], what: str) -> None:
+    """With the ranks whose gradients it was in, where they are known."""
+    assert Explanation(None, None, False, ranks).text.startswith(f"{what} was not reproduced: ")
