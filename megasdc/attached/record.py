@@ -83,7 +83,11 @@ def _unmatched(path: str, what: str, patterns: Sequence[str], names: Collection[
     for place, pattern in enumerate(patterns):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in ordered):
             near = closest_names(pattern, ordered)
-            hint = f"nearest: {', '.join(near)}" if near else f"there are {', '.join(ordered[:5])} ..."
+            hint = (
+                f"nearest: {', '.join(near)}"
+                if near
+                else f"there are {', '.join(ordered[:5])}{' ...' * (len(ordered) > 5)}"
+            )
             problems.append(f"{path}.{place}: got {pattern!r}, which matches no {what}; {hint}.")
     return problems
 

@@ -16,7 +16,7 @@ from megasdc.config.fields import secret_problems
 from megasdc.config.guard import GuardAlwaysOnSection, GuardSettings
 from megasdc.config.read import apply_overrides, read_json
 from megasdc.config.schema import home_problems, remove_key, reset_warnings, sort_out, type_problems, unusable_problems
-from megasdc.config.sections import SuperviseSection
+from megasdc.config.sections import MegasdcSection, SuperviseSection
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def load_settings(
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
         remove_key(raw, path)
-    found = unusable_problems(raw) | type_problems(raw, GuardSettings) | secrets | home_problems(raw)
+    found = unusable_problems(raw) | type_problems(raw, GuardSettings, MegasdcSection) | secrets | home_problems(raw)
     problems += [one.text for one in found.values()]
     if not problems:
         settings = GuardSettings.model_validate(raw)

@@ -205,7 +205,9 @@ def json_type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return " or ".join(json.dumps(argument) for argument in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(json_type_text(argument) for argument in arguments)
+        return " or ".join(
+            json_type_text(argument, metadata if argument in (int, float) else ()) for argument in arguments
+        )
     if origin is list:
         return _list_text(arguments[0], _flat(metadata))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

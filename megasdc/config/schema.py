@@ -54,14 +54,20 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def type_problems(raw: dict[str, Any], root: Root) -> dict[Path_, Problem]:
-    """Unknown keys, missing keys, wrong types and values out of range, by path."""
+def type_problems(raw: dict[str, Any], root: Root, of_runs: Root | None = None) -> dict[Path_, Problem]:
+    """Unknown keys, missing keys, wrong types and values out of range, by path.
+
+    ``of_runs``: where the file is no run's, the sections of a run, whose keys are refused as such.
+    """
     found: dict[Path_, Problem] = {}
     try:
         root.model_validate(raw)
     except ValidationError as error:
         for item in error.errors(include_url=False, include_input=False):
             path, info, annotation = locate_key(item["loc"], root)
+            if item["type"] == "extra_forbidden" and of_runs is not None and locate_key(path, of_runs)[1] is not None:
+                told = f"got {shown(value_at(raw, path))}, and is of megasdc's own runs alone; remove it."
+                found.setdefault(path, Problem((dotted(path),), told))
             found.setdefault(path, _as_problem(raw, path, item["type"], info, annotation, root))
     return found
 
@@ -113,6 +119,9 @@ def _as_problem(raw: Any, path: Path_, kind: str, info: FieldInfo | None, annota
     value = value_at(raw, path)
     if isinstance(value, int) and value > LARGEST_INTEGER:
         allowed += f", up to {LARGEST_INTEGER}"
+    inside = model_in(annotation if info is None else info.annotation)
+    if inside is not None and "enabled" in inside.model_fields:
+        allowed += ', such as {"enabled": true}'
     remedy = _default_remedy(raw, path, info)
     if kind == "string_type" and isinstance(value, (int, float)):
         remedy += f"; on the command line write --set '{name}=\"{value}\"'"

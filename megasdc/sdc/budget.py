@@ -278,9 +278,13 @@ def _total(steps: Iterable[_Times]) -> _Times:
 
 def beyond(shares: TimeShares, budget: float) -> str:
     """Message that checks cannot be kept within a budget, with the reason and what to do."""
+    advice = (
+        "A longer audit.interval or larger micro-batches cost"
+        if round(shares.audits, 4)
+        else "Larger micro-batches cost"
+    )
     return (
         f"checks take more than sdc.budget ({budget:.2%} of a step), though only one step in {MOST_EVERY} looks: "
         f"{shares.fixed:.2%} is of what every step needs, {shares.audits:.2%} of audits, "
-        f"{(shares.look + shares.slice) / MOST_EVERY:.2%} of looks. A longer audit.interval or larger micro-batches "
-        "cost less"
+        f"{(shares.look + shares.slice) / MOST_EVERY:.2%} of looks. {advice} less"
     )

@@ -142,6 +142,7 @@ def latency(check: str, rotation: Rotation, save_interval: int, *, at_most: bool
 NOTHING = "-"
 AUDIT, GOLDEN = "audit", "golden trace"
 """Names of checks in a latency, besides those of every step."""
+ROWS = "rows of a product summed"
 _NORM = "NaN and Inf (norm)"
 TOKENS, PLACE = "tokens", "place"
 """Rows of the model's inputs, and of the place in the data from which they are read."""
@@ -343,7 +344,7 @@ def _every_step(phase: str, sections: CheckSections, shape: Shape) -> list[_Chec
         found.append(_Check(f"NaN and Inf, {shape.share}", False, covered))
     if section.enabled and section.rows and phase in (FORWARD, BACKWARD, WEIGHT_GRAD):
         places = None if shape.products is None else shape.products * shape.micro_batches
-        found.append(_Check("rows of a product summed", False, None if places is None else in_turn(cadence, places)))
+        found.append(_Check(ROWS, False, None if places is None else in_turn(cadence, places)))
     found += _of_chain(phase, sections, shape)
     bounded = {LOCAL: REDUCED_GRAD, AFTER_NORM: CLIPPING}
     unseen = [bounded.get(spec.where) for spec in sections.optimizer_hooks]
@@ -387,10 +388,12 @@ def _of_chain(phase: str, sections: CheckSections, shape: Shape) -> list[_Check]
     return checks.get(phase, [])
 
 
-def table_head(sections: CheckSections, within: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Column headings: the check, and when it runs; ``within`` as in ``Shape``."""
+def table_head(sections: CheckSections, replicas: int, within: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Column headings: the check, and when it runs; ``replicas`` and ``within`` as in ``Shape``."""
     audit, sdc = sections.audit, sections.sdc
-    audited = f"audit, every {audit.interval} steps" if audit.enabled else "audit: off"
+    audited = "audit: off"
+    if audit.enabled:
+        audited = f"audit, every {audit.interval} steps" if replicas > 1 or audit.permuted else "audit: one replica"
     golden = "golden trace: off"
     if asks_golden(sections.sdc, sections.determinism):
         when = ["at each start"] * sdc.golden_at_start
@@ -404,11 +407,15 @@ def coverage_notes(rows: list[Covered]) -> list[str]:
     texts = {
         "always": "Compared bit by bit in every step",
         "sometimes": "Compared bit by bit only in some steps or micro-batches, or only in the golden workload",
+        "summed": "Checked by sums of rows alone, which find what is larger than rounding",
         "never": "Never compared bit by bit, so that a wrong value there stays undetected unless NaN or Inf",
     }
     notes = []
     for exact, text in texts.items():
-        phases = [row.phase for row in rows if row.exact == exact]
+        of_row = (
+            (row.phase, "summed" if row.exact == "never" and ROWS in row.every_step else row.exact) for row in rows
+        )
+        phases = [phase for phase, one in of_row if one == exact]
         notes += [f"{text}: {', '.join(phases)}."] * bool(phases)
     if once := [row.phase for row in rows if row.phase in _ONCE and row.exact == "sometimes"]:
         notes.append(f"A change that happens once is seen only if its step looks at its part: {', '.join(once)}.")
@@ -426,7 +433,7 @@ def render_coverage(sections: CheckSections, shape: Shape, *, markdown: bool = F
         markdown: whether the table is in Markdown; else in columns for a terminal.
     """
     rows = coverage_rows(sections, shape)
-    table = [table_head(sections, shape.within), *(row.cells for row in rows)]
+    table = [table_head(sections, shape.replicas, shape.within), *(row.cells for row in rows)]
     if markdown:
         lines = [f"| {' | '.join(cells)} |" for cells in table]
         lines.insert(1, "|---" * len(table[0]) + "|")

@@ -19,7 +19,7 @@ import torch
 from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.host import Host
-from megasdc.sdc.incident import DisputedRank, FlaggedRank, Opinion, RankPlace, how_often
+from megasdc.sdc.incident import DisputedRank, FlaggedRank, Opinion, RankPlace, how_often, place_of
 from megasdc.sdc.trace import Counts
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
 
@@ -54,7 +54,7 @@ class Finding:
     @property
     def text(self) -> str:
         """The rulings as a sentence for people."""
-        return "; ".join(map(_describe, self.rulings))
+        return "; ".join(_describe(one, self.tier) for one in self.rulings)
 
     def flagged(self, ranks: Sequence[RankPlace], step: int) -> tuple[FlaggedRank, ...]:
         """Ranks named as wrong, in a step; ``ranks``: places of all ranks."""
@@ -95,9 +95,9 @@ def describe_ruling(ruling: RankVerdict) -> dict[str, object]:
     return {**plain, "address": address, "expected": _hex(ruling.expected), "got": got}
 
 
-def _describe(ruling: RankVerdict) -> str:
+def _describe(ruling: RankVerdict, tier: str) -> str:
     who = f"rank {ruling.rank}" if ruling.rank is not None else f"one of ranks {list(ruling.suspects)}"
-    where = "" if ruling.address is None else f" at {ruling.address}"
+    where = "" if ruling.address is None else f" at {place_of(tier, ruling.address)}"
     often = how_often(ruling.verdict, ruling.wrong, ruling.repeats)
     return f"{who}{where}: {ruling.verdict}{f' ({often})' if often else ''}, {ruling.basis}"
 

@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ from megasdc.common.addresses import (
     which_micro_batch,
 )
 from megasdc.common.errors import TraceError
+from megasdc.common.words import ranges
 from megasdc.events import Event
 
 
@@ -311,6 +312,13 @@ class Incident:
         return self.flagged or self.disputed
 
     @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks that own a wrong sum of gradients, where what has made it wrong is not known; empty: it is none."""
+        if self.flagged or self.tier != "reduction":
+            return ()
+        return tuple(sorted({rank for one in self.opinions for rank, right in one.within.items() if not right}))
+
+    @property
     def hosts(self) -> list[str]:
         """Hosts of the suspects, each once."""
         return list(dict.fromkeys(one.host for one in self.suspects))
@@ -337,6 +345,11 @@ def how_often(verdict: str, wrong: int, repeats: int) -> str:
     if verdict == "intermittent" and not wrong:
         return f"wrong {counts}, but not only here, or its values vary"
     return f"wrong {counts}"
+
+
+def place_of(tier: str, address: Address) -> Address:
+    """Address by which people are shown what a check found: the optimizer's state is no update."""
+    return replace(address, phase="state") if tier == "state" else address
 
 
 _ADAPTER = TypeAdapter(Incident)
@@ -380,7 +393,8 @@ def _leave_out(incident: Incident) -> Instruction:
     hosts = " and ".join(incident.hosts)
     when = "start with one of these" if incident.done == "halted" else "at the next start of the run use one of these"
     if not incident.flagged:
-        text = f"No rank could be named: one of those that differ is wrong. Exclude {hosts} until verified"
+        why = "the sum was made of what all of them gave" if incident.owners else "one of those that differ is wrong"
+        text = f"No rank could be named: {why}. Exclude {hosts} until verified"
     elif incident.verdict == "not_reproduced":
         text = f"It was not reproduced. {hosts} may stay in use; if named again, exclude it"
     else:
@@ -500,18 +514,33 @@ _DONE = {
     "repaired": "the work was redone and training continues",
     "committed": "training continues with it",
 }
+WRITTEN = ("state", "update")
+"""Checks of which a finding is put right by writing what is right, where other work is redone."""
+_HELD = ("state", "parameters", "copies", "copy")
+"""Checks of what a rank holds, and does not compute."""
 
 
 def headline(incident: Incident) -> str:
     """One sentence with what happened, where and when."""
     when = f"Step {incident.step}{which_micro_batch(incident.micro_batch)}"
     if incident.flagged:
+        verb = "holds" if incident.tier in _HELD else "computed"
+        places = [(one, place_of(incident.tier, one.first)) for one in incident.flagged]
         what = "; ".join(
-            f"rank {one.rank} on host {one.host} computed a wrong {one.first.phase.replace('_', ' ')} of "
-            f"{one.first.fqn} ({one.verdict.replace('_', ' ')})"
-            for one in incident.flagged
+            f"rank {one.rank} on host {one.host} {verb} a wrong {place.phase.replace('_', ' ')} of "
+            f"{place.fqn} ({one.verdict.replace('_', ' ')})"
+            for one, place in places
+        )
+    elif owners := incident.owners:
+        ranks = ranges(one.rank for one in incident.disputed)
+        mine = " and ".join(f"{one.rank} on host {one.host}" for one in incident.disputed if one.rank in owners)
+        what = (
+            f"the sum of the gradients of {incident.disputed[0].first.fqn} over ranks {ranks} is wrong; rank {mine} "
+            "owns it, and it is not known whether a rank or a link made it so"
         )
     else:
         ranks = " and ".join(f"{one.rank} on host {one.host}" for one in incident.disputed)
         what = f"ranks {ranks} computed different results, and it is not known which is wrong"
-    return f"{when}: {what}. Found {incident.time}; {_DONE[incident.done]}."
+    is_written = incident.done == "repaired" and incident.tier in WRITTEN
+    done = "it was put right and training continues" if is_written else _DONE[incident.done]
+    return f"{when}: {what}. Found {incident.time}; {done}."

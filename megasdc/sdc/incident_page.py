@@ -21,6 +21,7 @@ from megasdc.output.html import page_text
 from megasdc.output.page import Cell, Fold, Page, PageSection, Table
 from megasdc.sdc.incident import (
     INJECTED,
+    WRITTEN,
     FlaggedRank,
     Incident,
     Opinion,
@@ -29,6 +30,7 @@ from megasdc.sdc.incident import (
     headline,
     how_often,
     incident_to_json,
+    place_of,
 )
 
 MAX_ROWS, MAX_COLUMNS = 200, 48
@@ -61,6 +63,7 @@ _TIERS = {
     "copy": "the parameters that were gathered: they are not their owner's masters in the model's type",
     "golden": "the golden workload, which ranks computed beside the run: a result is not that of trusted hardware",
 }
+_NOT_REPEATED = "Not reproduced: found once, in what cannot be repeated."
 _VERDICTS = {
     "persistent": "Persistent: repeated, the same wrong value came each time.",
     "intermittent": "Intermittent: wrong again, repeated or since an earlier finding, but not always or not equally.",
@@ -74,7 +77,7 @@ _BASES = {
     "referee": "Right is what fp64 says of the product, within the bound of the rounding of its type.",
     "own code in fp64": "Right is what the submodule's own code computes in fp64, but for an estimate of rounding.",
     "own recomputation": "The rank contradicts itself: its two results of the same work differ.",
-    "own copy": "Right is what the rank itself had left there after the last step; it was put back.",
+    "own copy": "Right is what the rank itself had left there after the last step.",
     "file of the data": "Right is what the file of the prepared data holds, whose blocks have their checksums.",
     "mean of the replicas' gradients": "Right is the mean of what replicas gave; owner, adder or link made another.",
     "step and decisions": "Right is where the run's steps, and which micro-batches they took, lead from its start.",
@@ -104,10 +107,18 @@ _HALTED: dict[StepFate | None, str] = {
 }
 
 
+_WRITTEN = {
+    "state": "What had changed was put back from the rank's own copy before the step read it; training continues.",
+    "update": "The update was computed again, and what is right was written in its place; training continues.",
+}
+
+
 def _outcome(incident: Incident) -> str:
     """Sentence on what was done."""
     if incident.done == "halted" and incident.script is not None:
         return _HALTED.get(incident.script.fate, _OUTCOMES["halted"])
+    if incident.done == "repaired" and incident.tier in WRITTEN:
+        return _WRITTEN[incident.tier]
     return _OUTCOMES[incident.done]
 
 
@@ -166,31 +177,43 @@ def incident_page(incident: Incident, json_name: str) -> Page:
 
 
 def _summary(incident: Incident) -> PageSection:
-    basis = f" {_BASES[incident.basis]}" if incident.flagged else ""
+    told = _VERDICTS[incident.verdict]
+    if incident.verdict == "not_reproduced" and not any(one.repeats for one in incident.flagged):
+        told = _NOT_REPEATED
+    told += f" {_BASES[incident.basis]}" if incident.flagged or incident.owners else ""
+    if owners := incident.owners:
+        who, named = ("Rank", "owns it and is") if len(owners) == 1 else ("Ranks", "own it and are")
+        told += f" {who} {ranges(owners)} {named} not named alone, since no other rank has a right copy of the sum."
     flagged = [
         (
             *_place(one),
-            *(one.verdict.replace("_", " "), str(one.first), one.expected or "not known", one.got or "not known"),
+            one.verdict.replace("_", " "),
+            *(str(place_of(incident.tier, one.first)), one.expected or "not known", one.got or "not known"),
             _repeats(one),
         )
         for one in incident.flagged
     ]
     disputed = [(*_place(one), str(one.first), one.got or "none") for one in incident.disputed]
     title = "Disputed: these ranks disagree, and it is not known which is right"
+    if incident.owners:
+        title = "Disputed: the sum is of what these ranks gave, and it is not known what made it wrong"
     first = ("verdict", "first wrong result", "expected", "got", "when repeated")
     tables = [
         Table("flagged", (*_PLACE, *first), flagged),
         Table("disputed", (*_PLACE, "first result that differs", "got"), disputed, title=title),
     ]
-    return PageSection("What is known", [_VERDICTS[incident.verdict] + basis], tables=tables)
+    return PageSection("What is known", [told], tables=tables)
 
 
 def _evidence(incident: Incident) -> Iterator[PageSection]:
     """What the referee found, and heat maps."""
     differing = [count for of in incident.evidence.differing.values() for by in of.values() for count in by.values()]
-    told = [
+    counts = (
         f"{incident.evidence.compared:,} results were compared, {sum(differing):,} differ. Whatever is computed from a "
-        "wrong result differs too: what matters is where it began.",
+        "wrong result differs too: what matters is where it began."
+    )
+    told = [
+        *([counts] if differing else []),  # checks of the optimizer's step count no results
         *(f"The referee on {one.address}: undecided: {one.reason}." for one in incident.opinions if one.worst is None),
     ]
     opinions = [_opinion(place, one) for place, one in enumerate(incident.opinions) if one.worst is not None]
@@ -206,6 +229,7 @@ def _opinion(place: int, one: Opinion) -> Table:
         "rounding is estimated to make a difference of" if is_estimate else "rounding explains at most a difference of"
     )
     apart = ", of which right and wrong results are far apart multiples" if is_estimate else ""
+    differ = "1 element that differs was" if one.elements == 1 else f"{one.elements:,} elements that differ were"
     rows = [("exact", str(worst.exact), "")]
     for rank, value in worst.values.items():
         rows.append((f"rank {rank}", str(value), "within the bound" if one.within[rank] else "outside: wrong"))
@@ -214,8 +238,8 @@ def _opinion(place: int, one: Opinion) -> Table:
         ("", "value", ""),
         rows,
         title=f"The referee on {one.address}",
-        note=f"{one.elements:,} elements that differ were computed in fp64. Of the one farthest outside, row "
-        f"{worst.element[0]}, column {worst.element[1]}, rounding {explains} {worst.bound:.6g}{apart}.",
+        note=f"{differ} computed in fp64. Of the one farthest outside, row "
+        f"{worst.element[0]}, column {worst.element[1]}, {explains} {worst.bound:.6g}{apart}.",
     )
 
 

@@ -45,6 +45,15 @@ def test_a_pattern_that_matches_no_submodule_is_told(pattern: str, nearest: str)
     assert nearest in said
 
 
+def test_names_end_in_dots_only_where_there_are_more() -> None:
+    """Five are shown."""
+    for names, end in (("abcde", "there are a, b, c, d, e."), ("abcdef", "there are a, b, c, d, e ....")):
+        [said] = pattern_problems(
+            load_settings({"logging": {"run_dir": "run"}, "audit": {"submodules": ["zz"]}}), names, ()
+        )
+        assert said.endswith(end)
+
+
 def test_bounds_of_nothing_are_told() -> None:
     """A frozen parameter, a name that is none, and what earlier entries bound already; each with its entry."""
     said = _problems(

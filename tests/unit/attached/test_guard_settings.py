@@ -47,6 +47,28 @@ def test_a_typo_is_found_without_an_engine(tmp_path: Path) -> None:
     assert found.exit_code == 0 and told["ok"] and told["resolved"]["audit"]["interval"] == 4
 
 
+@pytest.mark.parametrize(
+    ("sdc", "told"),
+    [
+        ({"budget": 5}, "sdc.budget: got 5; allowed: number > 0 and <= 1 or null "),
+        ({"always_on": True}, 'sdc.always_on: got true; allowed: object, such as {"enabled": true}.'),
+        (
+            {"always_on": {"chain": True}},
+            "sdc.always_on.chain: got true, and is of megasdc's own runs alone; remove it.",
+        ),
+        (
+            {"always_on": {"rowz": True}},
+            "sdc.always_on.rowz: unknown key (value true); did you mean sdc.always_on.rows",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_told_with_what_is_right(tmp_path: Path, sdc: dict[str, Any], told: str) -> None:
+    """The range, an example, and whether a key is of another file or of none."""
+    with pytest.raises(ConfigError) as caught:
+        megasdc.check_settings(_written(tmp_path, sdc=sdc))
+    assert told in str(caught.value)
+
+
 def test_options_of_a_run_are_not_ignored(tmp_path: Path) -> None:
     """A guard's file says nothing of ranks and memory."""
     found = CliRunner().invoke(app, ["check-config", "--guard", str(_written(tmp_path)), "--world-size", "2"])

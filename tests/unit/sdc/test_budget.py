@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megasdc.sdc.budget import beyond
 from megasdc.sdc.cost import MOST_EVERY, Cadence, TimeShares, choose_cadence
 
 
@@ -39,3 +40,10 @@ def test_everything_is_looked_at_within_the_period(cadence: Cadence, number: int
         assert all(len(one) in (0, min(cadence.micro_batches, number)) for one in looks)
         assert sum(map(cadence.slices, steps)) == sum(map(bool, looks))
     assert cadence.every == 1 or not any(cadence.slices(step) and cadence.looked_at(step, number) for step in range(99))
+
+
+def test_advice_is_of_what_takes_time() -> None:
+    """Audits that take nothing are not to be made more rarely."""
+    for audits, advised in ((0.0, False), (0.00001, False), (0.02, True)):
+        told = beyond(TimeShares(0.03, audits, 0.1, 0.1), 0.01)
+        assert ("longer audit.interval" in told) is advised and told.endswith("arger micro-batches cost less")

@@ -155,8 +155,9 @@ def test_nobody_is_said_to_look_who_does_not() -> None:
 def test_headings_say_when() -> None:
     """Intervals are those of the configuration; what is off is said to be off."""
     asked = sections(audit={"enabled": True, "interval": 7}, sdc={"golden": "g", "golden_interval": 9})
-    assert table_head(asked)[2:4] == ("audit, every 7 steps", "golden trace, at each start and every 9 steps")
-    assert table_head(sections())[2:4] == ("audit: off", "golden trace: off")
+    assert table_head(asked, 2)[2:4] == ("audit, every 7 steps", "golden trace, at each start and every 9 steps")
+    assert table_head(sections(), 2)[2:4] == ("audit: off", "golden trace: off")
+    assert table_head(asked, 1)[2] == "audit: one replica"
 
 
 def test_each_row_says_how_long_a_fault_stays_unseen() -> None:
@@ -217,3 +218,15 @@ def test_the_guide_shows_what_the_command_prints() -> None:
     told = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert [row["phase"] for row in told["phases"]] == STEP and told["notes"][0] in shown
     assert len(render_coverage(sections(), SHAPE)) == 1 + len(STEP) + 1
+
+
+def test_what_sums_of_rows_see_is_not_called_undetected() -> None:
+    """With one replica nothing else looks at products, and no audit is made."""
+    asked = sections(sdc={"always_on": {**BARE, "rows": True}}, audit={"enabled": True})
+    rows = coverage_rows(asked, replace(SHAPE, replicas=1, products=3))
+    never, summed = (
+        next(one for one in coverage_notes(rows) if one.startswith(start)) for start in ("Never", "Checked")
+    )
+    assert summed.endswith(": forward, backward, weight_grad.") or "forward" not in summed
+    assert not {"backward", "weight_grad"} & set(re.split(r"[ ,.]+", never))
+    assert render_coverage(asked, replace(SHAPE, replicas=1))[0].split("  ")[0] == "phase"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megasdc.common.addresses import BACKWARD, FORWARD, OF_AUDIT, RECOMPUTE, WEIGHT_GRAD, Address
+from megasdc.common.addresses import BACKWARD, FORWARD, OF_AUDIT, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD, Address
 from megasdc.common.errors import StorageError, TraceError
 from megasdc.common.words import ranges
 from megasdc.events import Event
@@ -354,6 +354,51 @@ def test_a_page_of_a_guard_says_what_became_of_the_step(fate: StepFate | None, o
     assert outcome in text and ("nothing more was committed" in text) == (fate is None)
     assert (f"Go on from {one.newest_candidate}, the newest checkpoint" in text) == (fate == "skipped")
     assert "at most 0 steps" not in text and ("Begin anew" in text) == (fate != "skipped")
+
+
+@pytest.mark.parametrize(
+    ("tier", "what", "outcome"),
+    [
+        ("state", "holds a wrong state of fc1", "What had changed was put back"),
+        ("update", "computed a wrong update of fc1", "The update was computed again"),
+        ("audit", "computed a wrong update of fc1", "The work was redone"),
+    ],
+)
+def test_a_page_of_a_repair_says_what_was_put_right(tier: str, what: str, outcome: str) -> None:
+    """State that changed was neither computed nor redone, and what was never repeated was not right in repeats."""
+    place = incident().ranks[1]
+    first = Address(120, None, UPDATE, "fc1", "weight.exp_avg")
+    rank = replace(flag(place, "fc1", verdict="not_reproduced", repeats=0, wrong_repeats=0), first=first)
+    one = incident(
+        tier=tier, verdict="not_reproduced", basis="own copy", policy="repair", done="repaired", micro_batch=None
+    )
+    one = replace(one, flagged=(rank,), evidence=IncidentEvidence(3, {}))
+    text = checked(render_page(one, "x.json")).text
+    assert what in headline(one) and outcome in text
+    assert ("redone" in text) == (tier == "audit") and ("state of fc1 (weight.exp_avg)" in text) == (tier == "state")
+    assert "every result was right" not in text and "found once" in text and "0 differ" not in text
+
+
+def test_a_page_of_a_wrong_sum_names_its_owner_and_why_not_alone() -> None:
+    """Its numbers are the referee's; the ranks are suspects together, and are not said to have computed it each."""
+    ranks = places(ParallelDims(1, 1, 3), ["alpha", "beta", "gamma"])
+    first = Address(21, None, REDUCED_GRAD, "fc1", "weight")
+    opinion = Opinion(first, {1: False}, "", 9930, Outside((0, 8612), 0.0026, 6.25e-10, {1: "0.0039"}))
+    one = incident(
+        tier="reduction",
+        verdict="inconclusive",
+        basis="mean of the replicas' gradients",
+        flagged=(),
+        disputed=tuple(DisputedRank(**vars(place), first=first, got=None) for place in ranks),
+        opinions=(opinion,),
+        evidence=IncidentEvidence(3, {}),
+    )
+    text = checked(render_page(one, "x.json")).text
+    assert "over ranks 0-2 is wrong; rank 1 on host beta owns it" in headline(one)
+    assert "Rank 1 owns it and is not named alone, since no other rank has a right copy" in text
+    assert "9,930 elements that differ were computed in fp64" in text and "0 differ" not in text
+    assert "column 8612, rounding explains at most a difference of 6.25e-10" in text
+    assert "computed different results" not in text and "these ranks disagree" not in text
 
 
 def test_hostile_names_are_text() -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megasdc.common.addresses import FORWARD, Address
+from megasdc.common.addresses import FORWARD, UPDATE, Address
 from megasdc.config.detection import PolicySection
 from megasdc.config.guard import GuardPolicySection
 from megasdc.events import EventLog, read_events
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.finding import Finding, Suspects
+from megasdc.sdc.finding import Finding, Suspects, describe_ruling
 from megasdc.sdc.incident import Environment, incident_from_json
 from megasdc.sdc.policy import Describe, choose_action, report_finding, what_to_do
 from megasdc.sdc.verdict import INCONCLUSIVE, MAJORITY, NOT_REPRODUCED, PERSISTENT, RankVerdict
@@ -44,6 +44,14 @@ def found(*verdicts: str) -> Finding:
 def test_the_severest_action_of_all_rulings_is_chosen(policy: PolicySection, verdicts: list[str], action: str) -> None:
     """Whatever their order; halt is severer than to isolate, that than to repair, and that than to warn."""
     assert choose_action(policy, found(*verdicts)) == action
+
+
+@pytest.mark.parametrize(("tier", "place"), [("state", "state"), ("update", "update")])
+def test_a_finding_on_state_is_no_update(tier: str, place: str) -> None:
+    """In words; its address stays one of the update, in which a check looks at it."""
+    ruling = RankVerdict(1, NOT_REPRODUCED, "own copy", Address(21, None, UPDATE, "fc1", "weight.exp_avg"))
+    told = f"rank 1 at step 21, {place} of fc1 (weight.exp_avg): not_reproduced, own copy"
+    assert Finding(tier, None, (ruling,)).text == told and describe_ruling(ruling)["address"] == str(ruling.address)
 
 
 @pytest.fixture
