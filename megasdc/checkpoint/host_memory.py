@@ -15,12 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import mmap
 import os
 import secrets
 import shutil
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +43,7 @@ from megasdc.checkpoint.records import (
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import CheckpointError
 from megasdc.common.host import is_own_folder, make_own_folder, own_folders, own_prefix, read_own_json, shared_folder
-from megasdc.common.wire import GONE, SECRET_BYTES, Door, connect
+from megasdc.common.wire import SECRET_BYTES, BoundedExchange, Door, WireError, connect
 from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -350,10 +350,6 @@ _CONNECT_S = 10.0
 _ANSWER_S = 60.0
 """Seconds that a partner may take to receive a piece of a slot, or to compare the slot, before it counts as lost."""
 _LARGEST_RECORD = 64 << 20
-_LARGEST_NAME = 64
-_HEAD = struct.Struct("<II")
-"""Head of a message: number of bytes of the slot's name, and of its record."""
-_RIGHT, _WRONG = b"\1", b"\0"
 _PIECE = 1 << 22
 
 
@@ -421,15 +417,14 @@ class PartnerReplicas:
         """Receive a slot, and answer whether it is what its record says.
 
         Raises:
-            OSError: the connection was closed, or memory is full.
-            ValueError, CheckpointError: the sender does not keep to the protocol.
+            OSError: the connection was closed, or memory is full, or the sender does not keep to the protocol.
+            CheckpointError: what was sent is no record.
         """
-        name_bytes, record_bytes = _HEAD.unpack(_receive(connection, _HEAD.size))
-        if name_bytes > _LARGEST_NAME or record_bytes > _LARGEST_RECORD:
-            raise ValueError(f"a record of {record_bytes} bytes in a slot whose name has {name_bytes}")
-        name, text = (_receive(connection, size).decode() for size in (name_bytes, record_bytes))
-        if not name.isidentifier():
-            raise ValueError(f"{name!r} is no slot")
+        exchange = BoundedExchange(connection, math.inf)
+        message = exchange.message(_LARGEST_RECORD)
+        name, text = message.get("slot"), message.get("record")
+        if not (isinstance(name, str) and name.isidentifier() and isinstance(text, str)):
+            raise WireError(f"{name!r} is no slot")
         record: SlotManifest = read_text(Path(HELD_FILE), text, SlotManifest, SLOT_FORMAT_VERSION)
         slot = rank_folder(self._folder / GUESTS, record.rank) / name
         make_within(self._folder, slot)
@@ -441,7 +436,7 @@ class PartnerReplicas:
         right = [_receive_file(connection, slot / file.name, file) for file in record.files]
         if all(right):
             write_durably(slot / HELD_FILE, text)
-        connection.sendall(_RIGHT if all(right) else _WRONG)
+        exchange.send_json({"right": all(right)}, _LARGEST_RECORD)
 
 
 def _receive_file(connection: socket.socket, path: Path, file: HeldFile) -> bool:
@@ -465,16 +460,6 @@ def _receive_file(connection: socket.socket, path: Path, file: HeldFile) -> bool
     return digest.hexdigest() == file.xxh3_128
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    content = bytearray()
-    while len(content) < size:
-        piece = connection.recv(size - len(content))
-        if not piece:
-            raise ConnectionError(GONE)
-        content += piece
-    return bytes(content)
-
-
 class Partner:
     """The connection to the writer that keeps copies of this rank's slots.
 
@@ -484,7 +469,6 @@ class Partner:
 
     def __init__(self, address: str, port: int, token: bytes) -> None:
         self._connection = connect(address, port, token, {}, _CONNECT_S)
-        self._connection.settimeout(_ANSWER_S)
 
     def send(self, slot: Path, record: SlotManifest) -> None:
         """Send a slot, and wait until the partner has compared it with its record.
@@ -492,12 +476,13 @@ class Partner:
         Raises:
             OSError: the partner has gone, or the slot did not arrive as it was recorded.
         """
-        text, name = record_text(record).encode(), slot.name.encode()
-        self._connection.sendall(_HEAD.pack(len(name), len(text)) + name + text)
+        message = {"slot": slot.name, "record": record_text(record)}
+        BoundedExchange(self._connection, _ANSWER_S).send_json(message, _LARGEST_RECORD)
+        self._connection.settimeout(_ANSWER_S)
         for file in record.files:
             with open(slot / file.name, "rb") as opened:
                 self._connection.sendfile(opened)
-        if _receive(self._connection, 1) != _RIGHT:
+        if BoundedExchange(self._connection, _ANSWER_S).message(_LARGEST_RECORD) != {"right": True}:
             raise OSError("what arrived there is not what its digests say")
 
     def close(self) -> None:

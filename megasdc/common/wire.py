@@ -1,8 +1,11 @@
-"""Connections between processes of a run: addresses, listeners, handshake with a secret, bounded messages; no torch.
+"""Connections between processes of a run: messages, addresses, listeners, handshake with a secret; no torch.
+
+A message is a JSON object behind a line with the version of the messages and its size in bytes, which are checked
+before more is read: on sockets, and on the pipes of what SSH starts on a host (``megasdc.ops.launch.host_process``).
 
 A ``Door`` listens on one address. Whoever connects has ``HANDSHAKE_S`` seconds for the whole handshake, in which both
 sides prove with an HMAC (RFC 2104, SHA-256) over each other's random numbers that they know a secret, which never
-travels on the connection; before that nothing but a short line of JSON is read. Connections without this proof are
+travels on the connection; before that nothing but short messages is read. Connections without this proof are
 bounded in number; if there are too many, the oldest is closed for the newest, so that slow ones keep nobody out. What
 is sent afterwards is neither secret nor encrypted: it is assumed that nobody else on the network between a run's hosts
 can write into an established connection.
@@ -16,16 +19,24 @@ import hashlib
 import hmac
 import json
 import logging
+import math
+import re
 import resource
 import secrets
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, BinaryIO
 
+VERSION = 1
+"""Version of all messages between processes; one of another version is refused."""
+MARK = "megasdc-message"
+"""Begins the line before a message."""
+HEADER_BYTES = 64
+"""Largest size of that line, with its end."""
 HANDSHAKE_S = 5.0
 HELLO_BYTES = 4 << 10
 MESSAGE_BYTES = 8 << 20
@@ -47,6 +58,7 @@ GONE = "the peer has closed the connection"
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _OF_A_CALLER = {errno.ECONNABORTED, errno.ECONNRESET, errno.EPROTO, errno.EINTR}
 """Error numbers of a caller that has gone; a pause after each would let one caller keep out others."""
+_HEADER = re.compile(rb"%s (\d{1,9}) (\d{1,18})\n" % MARK.encode())
 _PIECE = 1 << 16
 _POLL_S = 0.2
 
@@ -76,7 +88,7 @@ class BoundedExchange:
 
     Args:
         connection: the connection.
-        limit_s: time limit in seconds from now.
+        limit_s: time limit in seconds from now; infinite: none.
 
     Raises:
         OSError: by each method, where the peer has closed the connection or the time is up.
@@ -104,57 +116,125 @@ class BoundedExchange:
                 raise ConnectionError(GONE)
             view = view[got:]
 
-    def line(self, limit: int) -> bytes:
-        """Receive one line with its end, and nothing of what follows.
-
-        Args:
-            limit: largest number of bytes.
+    def message(self, limit: int) -> dict[str, Any]:
+        """Receive one message, and nothing of what follows.
 
         Raises:
-            WireError: it is longer.
+            WireError: it is none of this version, or longer than ``limit`` bytes.
         """
-        found = bytearray()
-        while not found.endswith(b"\n"):
-            if len(found) >= limit:
-                raise WireError(f"no line of at most {limit} bytes")
-            seen = self._in_time().recv(min(_PIECE, limit - len(found)), socket.MSG_PEEK)
+        header = bytearray()
+        while not header.endswith(b"\n"):
+            if len(header) >= HEADER_BYTES:
+                raise WireError("no message of megasdc")
+            seen = self._in_time().recv(HEADER_BYTES - len(header), socket.MSG_PEEK)
             if not seen:
                 raise ConnectionError(GONE)
-            found += self.receive(seen.find(b"\n") + 1 or len(seen))
-        return bytes(found)
-
-    def message(self, limit: int) -> dict[str, Any]:
-        """Receive one line with a JSON object.
-
-        Raises:
-            WireError: it is none, or longer than ``limit`` bytes.
-        """
-        line = self.line(limit)
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise WireError(f"no JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise WireError("no JSON object")
-        return found
+            header += self.receive(seen.find(b"\n") + 1 or len(seen))
+        found = _HEADER.fullmatch(header)
+        if found is None:
+            raise WireError("no message of megasdc")
+        return _decoded(self.receive(_size(found, limit)))
 
     def send_json(self, message: object, limit: int) -> None:
-        """Send an object as a line of JSON.
+        """Send one message.
 
         Raises:
             WireError: it is longer than ``limit`` bytes.
         """
-        line = json.dumps(message).encode() + b"\n"
-        if len(line) > limit:
-            raise WireError(f"a message of {len(line)} bytes is too long, {limit} are allowed")
-        self.send(line)
+        self.send(encode_message(message, limit))
 
     def _in_time(self) -> socket.socket:
         left_s = self._ends_at - time.monotonic()
         if left_s <= 0:
             raise TimeoutError(f"not done within {self._limit_s:g} s")
-        self._connection.settimeout(left_s)
+        self._connection.settimeout(None if math.isinf(left_s) else left_s)
         return self._connection
+
+
+def encode_message(message: object, limit: int = MESSAGE_BYTES) -> bytes:
+    """A message as it travels.
+
+    Args:
+        message: of types that JSON has; what receives it expects an object.
+        limit: largest number of bytes.
+
+    Raises:
+        WireError: it is longer.
+    """
+    text = json.dumps(message).encode() + b"\n"
+    if len(text) > limit:
+        raise WireError(f"a message of {len(text)} bytes is too long, {limit} are allowed")
+    return f"{MARK} {VERSION} {len(text)}\n".encode() + text
+
+
+class MessageReader:
+    """Reader of the messages in a stream of bytes, between which are other lines, such as those of a login.
+
+    Args:
+        limit: largest number of bytes of a message.
+    """
+
+    def __init__(self, limit: int = MESSAGE_BYTES) -> None:
+        self._limit, self._content = limit, bytearray()
+        self._size: int | None = None
+
+    def feed(self, content: bytes) -> Iterator[dict[str, Any]]:
+        """The messages that end with these next bytes.
+
+        Raises:
+            WireError: one has another version or is too long, which its first line says, or is no JSON object.
+        """
+        self._content += content
+        while True:
+            if self._size is None:
+                end = self._content.find(b"\n") + 1
+                if not end:
+                    del self._content[HEADER_BYTES:]  # a longer line is none before a message
+                    return
+                found = _HEADER.fullmatch(self._content, 0, end)
+                self._size = None if found is None else _size(found, self._limit)
+                del self._content[:end]
+            elif len(self._content) < self._size:
+                return
+            else:
+                text = bytes(self._content[: self._size])
+                del self._content[: self._size]
+                self._size = None
+                yield _decoded(text)
+
+    @property
+    def unfinished(self) -> str:
+        """How much has come of a message that has not ended; empty: there is none."""
+        return "" if self._size is None else f"{len(self._content)} of the {self._size} bytes of a message have come"
+
+
+def messages_of(stream: BinaryIO, limit: int = MESSAGE_BYTES) -> Iterator[dict[str, Any]]:
+    """Messages of a stream until its end; see ``MessageReader``."""
+    reader = MessageReader(limit)
+    while content := stream.read1(_PIECE):  # type: ignore[attr-defined]
+        yield from reader.feed(content)
+
+
+def _size(header: re.Match[bytes], limit: int) -> int:
+    """Number of bytes of the message behind a header."""
+    version, size = map(int, header.groups())
+    if version != VERSION:
+        raise WireError(
+            f"a message of version {version}, here they have version {VERSION}; install the same megasdc on all hosts"
+        )
+    if size > limit:
+        raise WireError(f"a message of {size} bytes is too long, {limit} are allowed")
+    return size
+
+
+def _decoded(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise WireError("no JSON object")
+    return found
 
 
 def introduce(connection: socket.socket, secret: bytes, hello: Mapping[str, Any], limit_s: float) -> None:

@@ -1,9 +1,9 @@
-"""Transport of a Python program to many hosts at once over SSH, and of their answers.
+"""Transport of Python programs to many hosts at once over SSH, and of their answers.
 
-The program travels through SSH's standard input and its answer comes back as one marked JSON line, so that the host
-needs only Python, no argument is read by a shell, and login messages do not matter, whatever their encoding and
-wherever they are printed. Lines of progress come in the same way meanwhile. Who waits may give up: what still runs is
-ended, here and, once nobody reads what it prints, there.
+The program travels through SSH's standard input and its answer comes back as a message (``megasdc.common.wire``), so
+that the host needs only Python, no argument is read by a shell, and login messages do not matter, whatever their
+encoding and wherever they are printed. Hosts that have megasdc run modules of it in the same way, which also send how
+far they are. Who waits may give up: what still runs is ended, here and, a module's at the end of its input, there.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from megasdc.ops.launch.on_host.module import PROGRESS_MARK
+from megasdc.common.wire import MARK, VERSION, encode_message
+from megasdc.ops.launch.host_process import ANSWER_BYTES, KILL_S, HostProcess, exchange
 
 MAX_PARALLEL = 64
 POLL_S = 0.2
@@ -31,9 +30,6 @@ LOAD_S = 20.0
 """Seconds that a busy host has to say how busy it is."""
 LONGEST_WAIT_S = 600.0
 """The longest that is waited for a busy host."""
-KILL_S = 2.0
-"""After SIGTERM, on which srun ends its tasks."""
-ANSWER_MARK = "megasdc-answer:"
 REMEDY_OF_SIGN = {
     "Permission denied": "let this user log in without a password (ssh-copy-id {host})",
     "Host key verification failed": "accept its host key once (ssh {host} true)",
@@ -41,6 +37,13 @@ REMEDY_OF_SIGN = {
     "timed out": "check that the host is on and its SSH port can be reached, or exclude it (--exclude {host})",
 }
 DEFAULT_REMEDY = "check that the host is on and runs sshd, or exclude it (--exclude {host})"
+REFUSED_REMEDY = "see that the host runs the same as others, or exclude it (--exclude {host})"
+_CALL = f"""
+import json
+_text = json.dumps({{"answer": answer(json.loads(REQUEST))}}) + "\\n"
+print(f"\\n{MARK} {VERSION} {{len(_text)}}\\n{{_text}}", end="")  # what a login has printed may have no end of its line
+"""
+"""Sent behind a program, with its request in it."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,33 @@ class HostWatch:
 
 
 @dataclass(frozen=True)
+class HostModule:
+    """A module that runs on hosts as ranks are run there, and exchanges messages with its caller.
+
+    Attributes:
+        name: of the module.
+        arguments: of its command line.
+        environment: variables beside those that a host has.
+        python_path: folders of modules, in order; empty: those that a host knows.
+        cwd: working folder; empty: that of a login.
+    """
+
+    name: str
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    python_path: Sequence[str] = ()
+    cwd: str = ""
+
+    @property
+    def argv(self) -> list[str]:
+        """The command on a host."""
+        path = {"PYTHONPATH": os.pathsep.join(self.python_path)} if self.python_path else {}
+        variables = [f"{name}={value}" for name, value in {**self.environment, **path}.items()]
+        words = ["env", *variables, sys.executable, "-m", self.name, *self.arguments]
+        return ["sh", "-c", 'cd "$0" && exec "$@"', self.cwd, *words] if self.cwd else words
+
+
+@dataclass(frozen=True)
 class Transport:
     """Connection to hosts.
 
@@ -87,13 +117,21 @@ class Transport:
     load_command: Sequence[str] = ("sh", "-c", "echo; cat /proc/loadavg; getconf _NPROCESSORS_ONLN")
 
     def run(
-        self, hosts: Sequence[str], program: Path, request: object, *, timeout_s: float, watch: HostWatch | None = None
+        self,
+        hosts: Sequence[str],
+        program: Path | HostModule,
+        request: Any,
+        *,
+        timeout_s: float,
+        watch: HostWatch | None = None,
     ) -> list[HostAnswer]:
         """Run the same program on all hosts, in parallel; an exception, as a signal may raise, ends it everywhere.
 
         Args:
-            program: a Python file that needs only the standard library and defines ``answer(request)``.
-            request: argument of ``answer``, sent as JSON.
+            program: a Python file that needs only the standard library and defines ``answer(request)``; or a module
+                that begins with ``read_request`` and sends its answer by ``send_to_caller``, both of
+                ``megasdc.ops.launch.host_process``.
+            request: argument of ``answer``, sent as JSON; or what ``read_request`` returns, an object.
             timeout_s: time limit per host.
             watch: what is done meanwhile; None: nothing.
 
@@ -101,14 +139,22 @@ class Transport:
             One answer per host, in the order of ``hosts``.
         """
         watch, over, said = watch or HostWatch(), Event(), dict[str, str]()
-        # On a line of its own: what a login prints may end without one.
-        call = (
-            f"import json\nprint()\nprint({ANSWER_MARK!r} + json.dumps(answer(json.loads({json.dumps(request)!r}))))\n"
-        )
-        text = f"{program.read_text(encoding='utf-8')}\n{call}"
+        if isinstance(program, HostModule):
+            argv, content = program.argv, encode_message(request, ANSWER_BYTES)
+        else:
+            call = _CALL.replace("REQUEST", repr(json.dumps(request)))
+            argv, content = [sys.executable, "-"], f"{program.read_text(encoding='utf-8')}\n{call}".encode()
+
+        def start(host: str) -> HostProcess:
+            process = self.start(host, argv)
+            process.write(content)
+            if isinstance(program, Path):
+                process.finish()  # Python begins at its end
+            return process
+
         with ThreadPoolExecutor(max_workers=min(MAX_PARALLEL, len(hosts))) as pool:
             try:
-                work = [pool.submit(self._run_on, host, text, timeout_s, over, said, watch.say) for host in hosts]
+                work = [pool.submit(self._run_on, host, start, timeout_s, over, said, watch.say) for host in hosts]
                 while wait(work, POLL_S).not_done:
                     if watch.stops():
                         over.set()
@@ -131,7 +177,7 @@ class Transport:
     def _run_on(
         self,
         host: str,
-        text: str,
+        start: Callable[[str], HostProcess],
         timeout_s: float,
         over: Event,
         said: dict[str, str],
@@ -140,7 +186,7 @@ class Transport:
         """Run a program on one host.
 
         Args:
-            text: of the program.
+            start: starts what answers, with the request.
             over: set once nobody waits any longer.
             said: gets what the host says of its progress, as long as it works.
             say: see ``HostWatch``.
@@ -148,41 +194,53 @@ class Transport:
         if over.is_set():
             return HostAnswer(host, problem=f"{host}: was not asked, since nobody waits any longer")
         try:
-            process = subprocess.Popen(
-                self.command(host, [sys.executable, "-"]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # a terminal that goes does not end it
-            )
+            process = start(host)
         except OSError as error:
-            return HostAnswer(
-                host, problem=f"{host}: ssh cannot be started: {error}; install an SSH client on this host"
-            )
-        given: bytes | None = text.encode()
-        began, limit_s = time.monotonic(), timeout_s
+            return HostAnswer(host, problem=f"{host}: {self.not_started(error)}")
+        began, limit_s, grace_s = time.monotonic(), timeout_s, 0.0
         try:
-            while True:
-                try:
-                    out, err = (one.decode(errors="replace") for one in process.communicate(given, POLL_S))
-                    break
-                except subprocess.TimeoutExpired as waited:
-                    given, said[host] = None, _progress(waited.output or b"")
+            while process.is_open:
+                exchange([process], POLL_S)
+                for message in process.received():
+                    if "answer" in message:
+                        grace_s = KILL_S
+                        return HostAnswer(host, message["answer"])
+                    said[host] = str(message.get("progress", ""))
                 if over.is_set():
                     return HostAnswer(host, problem=f"{host}: was not waited for any longer")
+                said.setdefault(host, "")
                 if time.monotonic() - began > limit_s:
                     longer_s = limit_s if say is None else self._longer_s(host, timeout_s, limit_s, say)
                     if longer_s <= limit_s:
                         limit = f"gave no answer in {limit_s:.4g} s"
                         return HostAnswer(host, problem=f"{host}: {limit}; check whether the host hangs")
                     limit_s = longer_s
+            grace_s = KILL_S
+            return HostAnswer(host, problem=self.why_ended(host, process))
         finally:
             said.pop(host, None)
-            _end(process)
-        for line in out.splitlines():
-            if line.startswith(ANSWER_MARK):
-                return HostAnswer(host, json.loads(line.removeprefix(ANSWER_MARK)))
-        return HostAnswer(host, problem=self.failure(host, process.returncode, err))
+            process.end(grace_s)
+
+    def start(self, host: str, argv: Sequence[str]) -> HostProcess:
+        """Start a command on a host.
+
+        Raises:
+            OSError: it cannot be started from here; see ``not_started``.
+        """
+        return HostProcess(self.command(host, argv))
+
+    @staticmethod
+    def not_started(error: OSError) -> str:
+        """Message for an error of ``start``, with a remedy."""
+        return f"ssh cannot be started: {error}; install an SSH client on this host"
+
+    def why_ended(self, host: str, process: HostProcess) -> str:
+        """End a process from which no more messages come, and return why there are none, with a remedy."""
+        code = process.end(KILL_S)
+        if process.problem:
+            return f"{host}: what it sends is refused: {process.problem}; {REFUSED_REMEDY.format(host=host)}"
+        text = self.failure(host, code, process.errors)
+        return f"{text}; {process.unfinished}" if process.unfinished else text
 
     def _longer_s(self, host: str, timeout_s: float, limit_s: float, say: Callable[[str], None]) -> float:
         """How long a host may take in all, by what it says of its load; the limit so far where it hangs."""
@@ -236,24 +294,3 @@ def patience_s(timeout_s: float, load: float, cores: int) -> float:
     """
     each = load / max(1, cores)
     return timeout_s if each <= 1 else max(timeout_s, min(LONGEST_WAIT_S, timeout_s * (1 + each)))
-
-
-def _progress(out: bytes) -> str:
-    """The last whole line of progress of a program; empty: it has said nothing."""
-    lines = [line for line in out.decode(errors="replace").split("\n")[:-1] if line.startswith(PROGRESS_MARK)]
-    return lines[-1].removeprefix(PROGRESS_MARK).strip() if lines else ""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program that still runs, and all that it has started here."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            break
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_S)
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()

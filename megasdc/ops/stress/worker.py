@@ -1,4 +1,4 @@
-"""Worker process of a host: reads tasks, a JSON line each, and answers each with a line.
+"""Worker process of a host: reads tasks, a message each (``megasdc.common.wire``), and answers each with one.
 
 Started as ``python -m megasdc.ops.stress.worker NUMBER`` by ``megasdc.ops.stress.host``; one process for each device,
 and on a CPU at least two, so that a host can run collectives among its own processes.
@@ -7,16 +7,16 @@ and on a CPU at least two, so that a host can run collectives among its own proc
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from megasdc.common.imports import imports_kept
-from megasdc.common.wire import own_address_towards
+from megasdc.common.wire import encode_message, messages_of, own_address_towards
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.sections import DeterminismSection
+from megasdc.ops.launch.host_process import ANSWER_BYTES
 from megasdc.ops.stress.pair_links import LinkEnd
 
 
@@ -143,22 +143,21 @@ class WorkerSlot:
         return self._drill.summary()
 
 
-def main(number: int, answers: TextIO) -> None:
+def main(number: int, answers: BinaryIO) -> None:
     """Processes tasks until standard input ends."""
     set_deterministic_environment(DeterminismSection(enabled=True), os.environ)
     slot = WorkerSlot(number)
-    for line in sys.stdin:
-        task = json.loads(line)
+    for task in messages_of(sys.stdin.buffer, ANSWER_BYTES):
         try:
             answer = {"id": task["id"], "ok": getattr(slot, task["do"])(task)}
         except Exception as error:  # reported to the caller, which records the host as lost
             answer = {"id": task["id"], "error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(encode_message(answer, ANSWER_BYTES))
         answers.flush()
 
 
 if __name__ == "__main__":
     # Libraries print to standard output, so answers use a descriptor of their own.
-    own = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    own = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     main(int(sys.argv[1]), own)

@@ -23,9 +23,8 @@ from megasdc.common.errors import MegasdcError, StorageError
 from megasdc.events import read_events
 from megasdc.ops.launch.checks import HostNeeds, HostReport, inspect_hosts
 from megasdc.ops.launch.hosts import Placement
-from megasdc.ops.launch.on_host import module
 from megasdc.ops.launch.plan import launch_needs
-from megasdc.ops.launch.remote import HostWatch, Transport
+from megasdc.ops.launch.remote import HostModule, HostWatch, Transport
 from megasdc.ops.launch.request import LaunchRequest
 from megasdc.ops.supervise import host_check
 from megasdc.ops.supervise.attempt_process import request_of
@@ -136,27 +135,18 @@ def _check_hosts(
 ) -> tuple[list[UnfitHost], dict[str, str]]:
     """What hosts lack, and why others gave no answer."""
     limit_s = WHOLE_S if common.whole else START_S
-    how = {
-        "module": host_check.MODULE,
-        "cwd": needs.cwd,
-        "python_path": needs.python_path,
-        "environment": {"DS_ACCELERATOR": "cpu"} if needs.cpu_only else {},
-        "timeout_s": limit_s,
-    }
+    environment = {"DS_ACCELERATOR": "cpu"} if needs.cpu_only else {}
+    module = HostModule(host_check.MODULE, environment=environment, python_path=needs.python_path, cwd=needs.cwd)
     found, silent = list[UnfitHost](), dict[str, str]()
     for count in dict.fromkeys(slots.values()):
         alike = [host for host, own in slots.items() if own == count]
-        asked = how | {"argument": json.dumps(asdict(replace(common, slots=count)))}
-        for answer in transport.run(alike, Path(module.__file__), asked, timeout_s=limit_s + START_S, watch=watch):
-            if answer.problem or answer.value["code"]:
-                said = answer.problem or "".join(answer.value["err"].strip().splitlines()[-1:])
-                silent[answer.host] = said or f"{answer.host}: the check ended with code {answer.value['code']}"
+        asked = asdict(replace(common, slots=count))
+        for answer in transport.run(alike, module, asked, timeout_s=limit_s, watch=watch):
+            if answer.problem:
+                silent[answer.host] = answer.problem
                 continue
-            try:
-                lacks = [UnfitHost(**one) for one in json.loads(answer.value["out"].splitlines()[-1])]
-                found += [replace(one, host=answer.host, text=f"{answer.host}: {one.text}") for one in lacks]
-            except (ValueError, LookupError, TypeError):
-                silent[answer.host] = f"{answer.host}: the check printed {answer.value['out'][-200:]!r}, and no result"
+            lacks = [UnfitHost(**one) for one in answer.value]
+            found += [replace(one, host=answer.host, text=f"{answer.host}: {one.text}") for one in lacks]
     return found, silent
 
 

@@ -1,10 +1,8 @@
 """What a rank needs of its host before it can train, checked there without one; no torch.
 
-    python -m megasdc.ops.supervise.host_check REQUEST
-
-``REQUEST`` is JSON with the fields of ``HostRequest``. Printed is a JSON list of ``UnfitHost``, what the host lacks,
-empty where it is fit; on standard error lines of progress while every byte of the data is read. What a launch asks of
-every host (``megasdc.ops.launch.checks``) is not asked again.
+It is a ``HostModule`` (``megasdc.ops.launch.remote``): the request has the fields of ``HostRequest``, the answer is a
+list of ``UnfitHost``, what the host lacks, empty where it is fit; meanwhile comes how far it is where every byte of the
+data is read. What a launch asks of every host (``megasdc.ops.launch.checks``) is not asked again.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -29,7 +26,7 @@ from megasdc.common.program import report_bytes
 from megasdc.config.checks import BatchLayout, check_layout
 from megasdc.config.load import RunConfig, load_config
 from megasdc.data.manifest import DataManifest, check_folder, verify_prepared
-from megasdc.ops.launch.on_host.module import PROGRESS_MARK
+from megasdc.ops.launch.host_process import read_request, send_to_caller
 from megasdc.ops.supervise.diagnosis import UnfitHost
 from megasdc.train.memory import check_memory, host_memory_bytes, memory_of_stages
 
@@ -37,6 +34,7 @@ MODULE = "megasdc.ops.supervise.host_check"
 WHOLE_BYTES = 64 << 30
 """Of data whose every byte is read where that is asked for; of more what a start reads."""
 GIB = 1 << 30
+Progress = Callable[[str], None]
 TELL_S = 1.0
 _CAUTION = 0.5
 """Of what a checkpoint is predicted to take: less room than that is too little for certain."""
@@ -75,8 +73,12 @@ class HostRequest:
     modules: list[str] = field(default_factory=list)
 
 
-def check_host(request: HostRequest) -> list[UnfitHost]:
-    """What this host lacks, without its name; the data first, whose vocabulary the others need."""
+def check_host(request: HostRequest, progress: Progress = lambda text: None) -> list[UnfitHost]:
+    """What this host lacks, without its name; the data first, whose vocabulary the others need.
+
+    Args:
+        progress: receives how far it is, where every byte of the data is read.
+    """
     if request.config is None:
         return [*_lacks(lambda: _check_imports(request)), *_lacks(_check_shared_memory)]
     try:
@@ -84,7 +86,7 @@ def check_host(request: HostRequest) -> list[UnfitHost]:
         layout = check_layout(config, request.ranks)
     except ConfigError as error:
         return [UnfitHost("", error.exit_code, str(error))]
-    found = list(_lacks(lambda: _check_data(config, request.whole)))
+    found = list(_lacks(lambda: _check_data(config, request.whole, progress)))
     vocab_size = config.megasdc.data.tokenizer.vocab_size
     with suppress(DataError):  # it is among those found
         vocab_size = DataManifest.load(config.megasdc.data.folders[0]).tokenizer.vocab_size
@@ -171,12 +173,12 @@ def _check_shared_memory() -> None:
         raise StorageError(f"{shared_folder()} cannot be written to: {error.strerror}; free space there") from error
 
 
-def _check_data(config: RunConfig, whole: bool) -> None:
+def _check_data(config: RunConfig, whole: bool, progress: Progress) -> None:
     """Raise DataError where prepared data are damaged or missing."""
     folders = [Path(folder) for folder in config.megasdc.data.folders]
     manifests = [DataManifest.load(folder) for folder in folders]
     size = sum(record.size_bytes for manifest in manifests for record in manifest.files.values())
-    advance = report_bytes(lambda text: print(PROGRESS_MARK, text, file=sys.stderr, flush=True), size, TELL_S)
+    advance = report_bytes(progress, size, TELL_S)
     for folder in folders:
         if not whole or size > WHOLE_BYTES:
             verify_prepared(folder)
@@ -233,9 +235,10 @@ def _check_snapshots(request: HostRequest, needed: int) -> None:
 
 
 def main() -> int:
-    """Check as the first argument says; returns 0."""
-    request = HostRequest(**json.loads(sys.argv[1]))
-    print(json.dumps([asdict(one) for one in check_host(request)]))
+    """Check as the caller asks; returns 0."""
+    request = HostRequest(**read_request())
+    found = check_host(request, lambda text: send_to_caller({"progress": text}))
+    send_to_caller({"answer": [asdict(one) for one in found]})
     return 0
 
 

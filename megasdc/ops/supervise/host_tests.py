@@ -23,9 +23,10 @@ import psutil
 from megasdc.common.durable import lacks_room, parse_json, probe
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.ops.launch.command import OF_PROGRAMS, parse_launcher_args
+from megasdc.ops.launch.host_process import KILL_S
 from megasdc.ops.launch.hosts import hostfile_text
 from megasdc.ops.launch.process import end_launcher
-from megasdc.ops.launch.remote import KILL_S, HostWatch
+from megasdc.ops.launch.remote import HostWatch
 from megasdc.ops.supervise import fitness
 from megasdc.ops.supervise.diagnosis import OF_HOSTS, HostCheckResult, UnfitHost
 from megasdc.ops.supervise.fitness import HostChecks

@@ -20,8 +20,6 @@ import xxhash
 
 from megasdc.checkpoint import in_memory, save
 from megasdc.checkpoint.host_memory import (
-    _HEAD,
-    _RIGHT,
     GUESTS,
     HELD_FILE,
     SLOT_FORMAT_VERSION,
@@ -36,6 +34,7 @@ from megasdc.checkpoint.ranks import CheckpointGroup, RankProblem
 from megasdc.checkpoint.records import read_record, record_text
 from megasdc.checkpoint.writer_process import TaskResult
 from megasdc.common.host import is_own_folder
+from megasdc.common.wire import encode_message
 from megasdc.parallel.dims import ParallelDims
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
@@ -194,8 +193,7 @@ def test_a_slot_that_comes_byte_by_byte_is_held(tmp_path: Path) -> None:
     """Each byte is read before the next one is sent, of head and names too; a sender that goes leaves nothing."""
     (slot := tmp_path / "slot_0").mkdir()
     record = filled(slot, files := {"a": b"content", "b": b"", "c": bytes(range(40))})
-    text = record_text(record).encode()
-    stream = _HEAD.pack(len(slot.name), len(text)) + slot.name.encode() + text + b"".join(files.values())
+    stream = encode_message({"slot": slot.name, "record": record_text(record)}) + b"".join(files.values())
     for sent in (len(stream), len(stream) - 1):
         guests = PartnerReplicas(memory := tmp_path / str(sent), "127.0.0.1")
         ours, theirs = socket.socketpair()
@@ -209,7 +207,7 @@ def test_a_slot_that_comes_byte_by_byte_is_held(tmp_path: Path) -> None:
         reader.join(timeout=30)
         theirs.close()
         whole = sent == len(stream)
-        assert ours.recv(2) == (_RIGHT if whole else b"")
+        assert ours.recv(100) == (encode_message({"right": True}) if whole else b"")
         kept = rank_folder(memory / GUESTS, 0) / slot.name
         assert (kept / HELD_FILE).exists() == whole
         if whole:

@@ -28,7 +28,7 @@ from megasdc.checkpoint.host_memory import (
     rank_folder,
 )
 from megasdc.common import wire
-from megasdc.common.wire import MAX_UNKNOWN, SECRET_BYTES, Door, WireError, connect
+from megasdc.common.wire import MAX_UNKNOWN, SECRET_BYTES, Door, WireError, connect, encode_message
 
 TOKEN = bytes(range(SECRET_BYTES))
 FLOOD = """
@@ -109,9 +109,9 @@ def test_a_secret_never_travels() -> None:
         def listen() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(b'{"number": "1"}\n')
+                connection.sendall(encode_message({"number": "1"}))
                 heard.extend(connection.recv(1 << 16))
-                connection.sendall(b'{"proof": "1"}\n')
+                connection.sendall(encode_message({"proof": "1"}))
 
         thread = threading.Thread(target=listen)
         thread.start()
@@ -224,7 +224,7 @@ def test_a_caller_who_was_ended_to_make_room_comes_again() -> None:
         for _ in range(turned_away):
             connection, _ = server.accept()
             with connection:
-                connection.sendall(b'{"number": "1"}\n')
+                connection.sendall(encode_message({"number": "1"}))
                 connection.recv(1 << 16)
         if turned_away < wire.ATTEMPTS:
             connection, _ = server.accept()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megasdc.common import wire
-from megasdc.common.wire import WireError
+from megasdc.common.wire import WireError, encode_message
 from megasdc.ops.health import agent_process, shared_folder_heartbeat
 from megasdc.ops.health.agent import AGENT_FILE, AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
@@ -207,11 +207,12 @@ def test_a_false_front_is_not_believed() -> None:
         def answer() -> None:
             connection, _ = listening.accept()
             with connection, connection.makefile("rb") as lines:
-                connection.sendall(b'{"number": "22"}\n')
+                connection.sendall(encode_message({"number": "22"}))
                 lines.readline()
-                connection.sendall(b'{"proof": "33"}\n{"judges": true, "leave": {"exit_code": 0, "message": ""}}\n')
+                leave = encode_message({"judges": True, "leave": {"exit_code": 0, "message": ""}})
+                connection.sendall(encode_message({"proof": "33"}) + leave)
                 with contextlib.suppress(ConnectionError):  # the agent has left without reading on
-                    lines.readline()
+                    lines.read()
 
         import threading
 
@@ -223,14 +224,35 @@ def test_a_false_front_is_not_believed() -> None:
         assert not agent.judges
 
 
+def framed(content: bytes, version: int = 1, size: int | None = None) -> bytes:
+    """What somebody sends as a message."""
+    return b"megasdc-message %d %d\n%s" % (version, len(content) if size is None else size, content)
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "nested": framed(b"[" * 4000 + b"\n"),
+    "bytes": framed(b"\xff\x00\n"),
+    "no line": b"x" * 10_000,
+    "wrong type": framed(b'{"number": 7}\n'),
+    "no object": framed(b"[7]\n"),
+    "too long": framed(b"", size=1 << 40),
+    "another version": framed(b"{}\n", version=2),
+    "closed": b"",
+    "torn": framed(b'{"numb', size=100),
+    "silent": b"megasdc-mess",
+}
+REASONS = {
+    "too long": "a message of 1099511627776 bytes is too long, 4096 are allowed",
+    "another version": "a message of version 2, here they have version 1; install the same megasdc on all hosts",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n", b"[" * 4000 + b"\n", b"\xff\x00\n", b"x" * 10_000, b'{"number": 7}\n', b"", b'{"numb'],
-    ids=["http", "nested", "bytes", "no line", "wrong type", "closed", "silent"],
-)
-def test_garbage_on_the_port_changes_nothing(server: Coordinator, said: list[str], garbage: bytes) -> None:
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_on_the_port_changes_nothing(server: Coordinator, said: list[str], kind: str) -> None:
     """It is refused and told, and agents are served beside it and after it."""
+    garbage = GARBAGE[kind]
     with raw_connection(server) as connection:
         connection.sendall(garbage)
         if not garbage:
@@ -239,7 +261,7 @@ def test_garbage_on_the_port_changes_nothing(server: Coordinator, said: list[str
         agent.exchange()
         assert agent.judges
         wait_for(lambda: said)
-    assert said[0].startswith("health: refused a connection from 127.0.0.1: ")
+    assert said[0].startswith(f"health: refused a connection from 127.0.0.1: {REASONS.get(kind, '')}")
     agent.exchange()
     assert agent.judges
 

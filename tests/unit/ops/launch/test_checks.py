@@ -17,6 +17,7 @@ import pytest
 
 from megasdc.common.errors import LaunchError, StorageError
 from megasdc.common.versions import component_versions
+from megasdc.common.wire import encode_message
 from megasdc.ops.launch import checks, front
 from megasdc.ops.launch.checks import (
     DISTRIBUTIONS,
@@ -33,8 +34,8 @@ from megasdc.ops.launch.checks import (
 )
 from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.hosts import Placement
-from megasdc.ops.launch.on_host import files, module, probe
-from megasdc.ops.launch.remote import HostWatch, Transport, patience_s
+from megasdc.ops.launch.on_host import files, probe
+from megasdc.ops.launch.remote import HostModule, HostWatch, Transport, patience_s
 from megasdc.ops.launch.request import LaunchRequest
 
 SAME = dict.fromkeys(DISTRIBUTIONS, "1.0")
@@ -144,20 +145,22 @@ def test_program_runs_on_this_host(tmp_path: Path) -> None:
 
 
 LONG = """
-import os, pathlib, subprocess, sys, time
+import os, pathlib, subprocess, time
+from megasdc.ops.launch.host_process import read_request, send_to_caller
+pids = read_request()["pids"]
 child = subprocess.Popen(["sleep", "600"])
-pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
-print("megasdc-progress:", "3 of 4", file=sys.stderr, flush=True)
-time.sleep(600)
+pathlib.Path(pids).write_text(f"{os.getpid()} {child.pid}")
+while True:
+    send_to_caller({"progress": "3 of 4"})
+    time.sleep(0.5)
 """
 
 
 @pytest.fixture
-def long(tmp_path: Path) -> tuple[dict[str, object], Path]:
-    """A request to run a module that works for ten minutes, and the file in which it says who it is."""
+def long(tmp_path: Path) -> tuple[HostModule, Path]:
+    """A module that works for ever, and the file in which it says who it is."""
     (tmp_path / "long.py").write_text(LONG)
-    asked = {"module": "long", "argument": str(tmp_path / "pids"), "cwd": str(tmp_path), "python_path": [str(tmp_path)]}
-    return {**asked, "environment": {}, "timeout_s": 600.0}, tmp_path / "pids"
+    return HostModule("long", python_path=[str(tmp_path), *filter(None, sys.path)], cwd="/"), tmp_path / "pids"
 
 
 def have_ended(pids: Path) -> bool:
@@ -172,17 +175,17 @@ def have_ended(pids: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_who_waits_for_hosts_hears_how_far_they_are_and_can_give_up(long: tuple[dict[str, object], Path]) -> None:
+def test_who_waits_for_hosts_hears_how_far_they_are_and_can_give_up(long: tuple[HostModule, Path]) -> None:
     """What a host says comes while it works; once a stop is asked for, or a signal raises, nothing of it is left."""
-    request, pids = long
+    module, pids = long
     heard: list[str] = []
 
     def tell(said: Mapping[str, str]) -> None:
         heard.extend(said.values())
 
-    watch = HostWatch(lambda: "3 of 4" in heard, tell)
-    here, program = Transport(remote=False), Path(module.__file__)
-    (answer,) = here.run(["here"], program, request, timeout_s=600, watch=watch)
+    watch, request = HostWatch(lambda: "3 of 4" in heard, tell), {"pids": str(pids)}
+    here = Transport(remote=False)
+    (answer,) = here.run(["here"], module, request, timeout_s=600, watch=watch)
     assert answer.problem == "here: was not waited for any longer" and have_ended(pids)
 
     def interrupt(said: Mapping[str, str]) -> None:
@@ -190,22 +193,22 @@ def test_who_waits_for_hosts_hears_how_far_they_are_and_can_give_up(long: tuple[
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        here.run(["here"], program, request, timeout_s=600, watch=HostWatch(tell=interrupt))
+        here.run(["here"], module, request, timeout_s=600, watch=HostWatch(tell=interrupt))
     assert have_ended(pids)
 
 
 @pytest.mark.slow
-def test_a_host_goes_on_with_nothing_that_nobody_reads(long: tuple[dict[str, object], Path], tmp_path: Path) -> None:
-    """Where the connection is gone, as SSH's is that was ended, a module is ended there."""
-    request, pids = long
-    (tmp_path / "sent.py").write_text(f"{Path(module.__file__).read_text()}\nanswer({request!r})\n")
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "sent.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as one:
-        assert one.stdout is not None
+def test_a_host_goes_on_with_nothing_that_nobody_reads(long: tuple[HostModule, Path]) -> None:
+    """Where the connection is gone, as SSH's is that was ended, a module is ended there, with all it has started."""
+    module, pids = long
+    pipe = subprocess.PIPE
+    with subprocess.Popen(module.argv, stdin=pipe, stdout=pipe, start_new_session=True) as one:
+        assert one.stdin is not None and one.stdout is not None
+        one.stdin.write(encode_message({"pids": str(pids)}))
+        one.stdin.flush()
         while b"3 of 4" not in one.stdout.readline():
             pass
-        one.stdout.close()
+        one.stdin.close()
         assert one.wait(30) != 0
     assert have_ended(pids)
 
