@@ -17,6 +17,7 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import math
@@ -380,8 +381,7 @@ class Door:
     ) -> None:
         if not address:
             raise OSError("the address by which others reach this host is not known")
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+        self._server = listen_on(address)
         self._server.settimeout(_POLL_S)
         self.address, self.port = address, int(self._server.getsockname()[1])
         self._secret, self._serve, self._say = secret, serve, say
@@ -512,15 +512,37 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def own_address_towards(host: str) -> str:
+def listen_on(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on one address of this host; ``port``: 0: a free one.
+
+    Raises:
+        OSError: the address is none of this host's, or the port is in use.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=BACKLOG)
+
+
+def own_address_towards(host: str, *others: str) -> str:
     """This host's address on the route to another host; nothing is sent.
 
     Args:
-        host: name or address.
+        host: name or address; it may be this host itself, under a name that leads to loopback here.
+        others: names of hosts other than this one; the way to the first that is known counts where ``host`` leads to
+            loopback.
 
     Raises:
-        OSError: the name is not known, or there is no route.
+        OSError: the name ``host`` is not known, or there is no route.
     """
+    own = _route_address(host)
+    if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+        return own
+    for other in others:
+        with contextlib.suppress(OSError):
+            return _route_address(other)
+    return own
+
+
+def _route_address(host: str) -> str:
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

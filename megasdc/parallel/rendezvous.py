@@ -41,7 +41,7 @@ from megasdc.common.host import open_own, shared_folder
 from megasdc.common.origin import LAUNCH_ID_VARIABLE
 from megasdc.common.program import printable
 from megasdc.common.run_lock import process_space, start_ticks
-from megasdc.common.wire import SECRET_BYTES
+from megasdc.common.wire import SECRET_BYTES, listen_on, own_address_towards
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -106,21 +106,23 @@ def serve_store(address: str, port: int, timeout: datetime.timedelta = datetime.
     """
     import torch.distributed as dist
 
-    descriptor, port = _listen(address, port)
+    server = listen_on(address, port)
+    port = int(server.getsockname()[1])
     return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=server.detach()
     )
 
 
-def _listen(address: str, port: int) -> tuple[int, int]:
-    """A descriptor of a socket that listens, which is the store's from now on, and its port."""
-    server = socket.create_server((address, port), family=_family(address), backlog=1024)
-    port = int(server.getsockname()[1])
-    return server.detach(), port
+def own_address_for_ranks(*other_hosts: str) -> str:
+    """This host's address at which ranks on others reach it: towards the launch's first host; nothing is sent.
 
+    Args:
+        other_hosts: names of hosts other than this one, which may be the first; see ``own_address_towards``.
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+    Raises:
+        OSError: the first host's name is not known, or there is no route.
+    """
+    return own_address_towards(os.environ.get("MASTER_ADDR", LOOPBACK), *other_hosts)
 
 
 def address_of_store(host: str) -> str | None:
@@ -130,8 +132,7 @@ def address_of_store(host: str) -> str | None:
     """
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
+        listen_on(address).close()
     except OSError:
         return None
     is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
@@ -154,7 +155,7 @@ def on_one_address(make: Callable[..., T]) -> Callable[..., T]:
             address = address_of_store(host)
             with contextlib.suppress(OSError):
                 if address is not None and host in (address, "localhost"):
-                    options["master_listen_fd"] = _listen(address, options["port"])[0]
+                    options["master_listen_fd"] = listen_on(address, options["port"]).detach()
         return make(*args, **options)
 
     return make_store

@@ -9,13 +9,11 @@ and go on from memory with the same samples a step (``megasdc.config.checks``). 
 from __future__ import annotations
 
 import gc
-import ipaddress
 import logging
 import os
 import secrets
 import socket
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,6 @@ import torch
 
 from megasdc.common.errors import CorruptionError, LaunchError
 from megasdc.common.run_lock import LockedFolders
-from megasdc.common.wire import own_address_towards
 from megasdc.config.checks import BatchLayout
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
@@ -32,7 +29,7 @@ from megasdc.parallel import groups
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.local_ranks import free_port
-from megasdc.parallel.rendezvous import AGENT_STORE_VARIABLE, MEETING_NAME_VARIABLE
+from megasdc.parallel.rendezvous import AGENT_STORE_VARIABLE, MEETING_NAME_VARIABLE, own_address_for_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -186,14 +183,8 @@ def own_address(run: Run) -> str:
     Collective: all ranks of the world.
     """
     names = gather_objects(socket.gethostname(), run.host_group)
-    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
-        own = own_address_towards(first)
+        return own_address_for_ranks(*(name for name in names if name != names[run.dims.rank]))
     except OSError as error:
         logger.warning("this host's address is not known: %s", error)
         return ""
-    if ipaddress.ip_address(own).is_loopback:
-        for other in (name for name in names if name != names[run.dims.rank]):
-            with suppress(OSError):  # that name is not known here
-                return own_address_towards(other)
-    return own

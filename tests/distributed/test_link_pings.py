@@ -56,13 +56,13 @@ def connect_in_a_ring() -> Any:
 
     from megasdc.ops.health.hooks import links
 
-    def no_route(host: str) -> str:
-        raise OSError(f"no route to {host}")
+    def no_route(*_: str) -> str:
+        raise OSError("no route to the first host")
 
     rank = dist.get_rank()
     if rank == 2:
-        links.own_address_towards = no_route
-    connections, failed = links.connect_pairs([(0, 1), (0, 2), (1, 2)], rank, dist.group.WORLD)
+        links.own_address_for_ranks = no_route
+    connections, failed = links.connect_pairs([(0, 1), (0, 2), (1, 2)], rank, ["h0", "h1", "h2"], dist.group.WORLD)
     addresses = {connection.getsockname()[0] for connection in connections.values()}
     return sorted(connections), addresses, failed
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError, HangError, LaunchError, MegasdcError, PeerError, TraceError
-from megasdc.common.wire import own_address_towards
 from megasdc.ops.golden.drill import load_drill
 from megasdc.ops.golden.library import choose_golden
 from megasdc.ops.golden.result import judge_reports
@@ -29,7 +28,7 @@ from megasdc.ops.golden.verify import Progress, golden_threads, layout_size
 from megasdc.ops.golden.watched_ranks import REPORT_S, CellRank, RankReport, watch_ranks
 from megasdc.output.outcome import Outcome
 from megasdc.parallel.local_ranks import HostsMeeting, LocalMeeting, local_rank_environment
-from megasdc.parallel.rendezvous import MEETING_VARIABLE, Identity, join_store
+from megasdc.parallel.rendezvous import MEETING_VARIABLE, Identity, join_store, own_address_for_ranks
 from megasdc.sdc.golden import GoldenVerdict, header_digest, load_header
 
 START_S = 300.0
@@ -261,7 +260,7 @@ def _join_cell(
 def _open_rendezvous(ranks: int) -> LocalMeeting | HostsMeeting:
     """Where the ranks of a cell meet; of more than one, other hosts may have some, where the launch has other hosts."""
     is_local = ranks == 1 or bool(os.environ.get(MEETING_VARIABLE))
-    return LocalMeeting() if is_local else HostsMeeting(own_address_towards(os.environ["MASTER_ADDR"]))
+    return LocalMeeting() if is_local else HostsMeeting(own_address_for_ranks())
 
 
 class Collector:

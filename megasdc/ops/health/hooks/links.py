@@ -10,17 +10,16 @@ TCP connections between pairs of ranks, over which the links of their hosts are 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from megasdc.common.wire import SECRET_BYTES, Door, connect, own_address_towards
+from megasdc.common.wire import SECRET_BYTES, Door, connect
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run
 from megasdc.metrics.writer import MetricsWriter
@@ -31,6 +30,7 @@ from megasdc.ops.health.links.rings import RankPair, in_turns, ring_pairs, rings
 from megasdc.ops.health.links.tcp_info import SentBytes
 from megasdc.ops.health.links.watch import LinkWatch
 from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.rendezvous import own_address_for_ranks
 
 CONNECT_S = 5.0
 """Seconds that a connection may take to be made: one that a firewall drops holds up the start for so long."""
@@ -46,7 +46,7 @@ class _Place:
 
 
 def connect_pairs(
-    pairs: Sequence[RankPair], rank: int, group: dist.ProcessGroup
+    pairs: Sequence[RankPair], rank: int, hosts: Sequence[str], group: dist.ProcessGroup
 ) -> tuple[dict[int, socket.socket], dict[RankPair, str]]:
     """Connect the ranks of pairs, the first to the second.
 
@@ -54,6 +54,7 @@ def connect_pairs(
 
     Args:
         rank: this one.
+        hosts: names of the ranks' hosts.
 
     Returns:
         This rank's connections by the other rank, and what failed, the same on all ranks.
@@ -61,7 +62,7 @@ def connect_pairs(
     Collective: all ranks of the group.
     """
     following = [pair for pair in pairs if pair[1] == rank]
-    door, own = _open() if following else (None, "")
+    door, own = _open(hosts[first] for first, _ in following) if following else (None, "")
     places = gather_objects(own, group)
     connections: dict[int, socket.socket] = {}
     failed: dict[RankPair, str] = {}
@@ -80,11 +81,11 @@ def connect_pairs(
     return connections, _gathered(failed, group)
 
 
-def _open() -> tuple[Door | None, _Place | str]:
-    """Listen; returns where, or in a sentence why that is not possible."""
+def _open(callers: Iterable[str]) -> tuple[Door | None, _Place | str]:
+    """Listen for ranks of other hosts; returns where, or in a sentence why that is not possible."""
     token = secrets.token_bytes(SECRET_BYTES)
     try:
-        address = own_address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        address = own_address_for_ranks(*callers)
         door = Door(address, token)
     except OSError as error:
         return None, f"it cannot listen on the route to the first host: {error}"
@@ -156,7 +157,7 @@ class LinkPings(Hook):
         self._connections: dict[int, socket.socket] = {}
         lost: dict[RankPair, str] = {}
         if pairs:
-            self._connections, lost = connect_pairs(pairs, dims.rank, run.host_group)
+            self._connections, lost = connect_pairs(pairs, dims.rank, self._hosts, run.host_group)
         self._set_pairs([pair for pair in pairs if pair not in lost])
         known = hosts_by_address(addresses, self._hosts).items()
         self._sent = SentToHosts(connections, {address: host for address, host in known if host in self._columns})
