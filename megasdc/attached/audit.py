@@ -25,7 +25,7 @@ from megasdc.attached.record import ROOT, ResultRecorder
 from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import PARAMETER, WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
-from megasdc.parallel.collectives import Agreed, compare_replicas, gather_objects
+from megasdc.parallel.collectives import ANY, Agreed, Compared, compare_replicas, gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.golden import machine_key
@@ -289,7 +289,7 @@ class GuardAudit(Protection):
             if found.rulings:
                 agreed = False
                 yield found
-        if agreed and audited.agreed.raised[NO_RECORDS]:
+        if agreed and audited.agreed[NO_RECORDS]:
             self._emit("sdc", "audit_void", step=step, reason="a rank has recorded no result of it")
         elif agreed and len(self._comparable) < self._dims.pipeline * self._dims.tensor:
             self._emit("sdc", "audit_void", step=step, reason="replicas differ in hardware or versions")
@@ -331,7 +331,9 @@ class GuardAudit(Protection):
         matters = moved is not None and trace_digest(moved.trace) != trace_digest(own)
         flags = {PLACE: matters, NO_RECORDS: not len(own), WRITTEN: moved_on}
         values = {RESULTS: trace_digest(own), COPIES: trace_digest(copies), BUFFERS: buffers}
-        agreed = compare_replicas(values, flags, dims, self._world)
+        compared = {name: Compared(one) for name, one in values.items()}
+        compared |= {name: Compared(one, ANY) for name, one in flags.items()}
+        agreed = compare_replicas(compared, dims, self._world)
         return Audited(step, batch, own, copies, moved, agreed)
 
     def _written(self, copies: Trace, step: int) -> list[str] | None:
@@ -356,17 +358,17 @@ class GuardAudit(Protection):
     def _settle(self, audited: Audited) -> Iterator[Finding]:
         """Findings of an audit, with rulings; none if all agrees."""
         agreed = audited.agreed
-        if agreed.differing[COPIES]:  # ranks with other parameters compute other results
+        if agreed[COPIES]:  # ranks with other parameters compute other results
             yield self._settle_copies(audited)
             return
-        if agreed.differing[BUFFERS] or agreed.raised[WRITTEN]:
+        if agreed[BUFFERS] or agreed[WRITTEN]:
             yield from self._settle_buffers(audited.step)
         step, batch = audited.step, audited.batch
         earlier = self._training.suspects.ranks
         work = AuditedWork(step, audited.results, lambda: self._probe.compute(batch, step, uses=True), earlier)
-        if agreed.raised[PLACE] and audited.moved is not None:
+        if agreed[PLACE] and audited.moved is not None:
             yield self._findings.of_permuted(work, audited.moved)
-        if any(position in self._comparable for position in agreed.differing[RESULTS]):
+        if any(position in self._comparable for position in agreed[RESULTS]):
             yield self._findings.of_replicas(work, self._comparable)
 
     def _move(self, batch: Batch, step: int) -> PermutedResult | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megasdc.attached.record import ROOT
 from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import PARAMETER, UPDATE, Address
-from megasdc.parallel.collectives import compare_replicas
+from megasdc.parallel.collectives import Compared, compare_replicas
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.audits import gather_traces, merged_rulings
 from megasdc.sdc.finding import Finding
@@ -66,8 +66,8 @@ class GuardCopies(Protection):
         if self._audited(step):
             return
         held = read_copies(training.engine, training.algorithm, step)
-        agreed = compare_replicas({COPIES: trace_digest(held)}, {}, training.dims, training.host_group)
-        if agreed.differing[COPIES]:
+        agreed = compare_replicas({COPIES: Compared(trace_digest(held))}, training.dims, training.host_group)
+        if agreed[COPIES]:
             yield rule_on_copies(training, held, read_copies(training.engine, training.algorithm, step))
 
 

@@ -19,7 +19,7 @@ from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import BACKWARD, FORWARD, WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
 from megasdc.model.submodules import tap_gradient
-from megasdc.parallel.collectives import compare_replicas, gather_objects
+from megasdc.parallel.collectives import ANY, Compared, compare_replicas, gather_objects
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.referee.foreign import make_plain
 from megasdc.sdc.referee.recompute import Call, Exhibit
@@ -203,8 +203,9 @@ class GuardRows(Protection):
             return
         training, wrong = self._training, None if self._wrong is None else self._wrong.wrong
         with self._budget.fixed:
-            agreed = compare_replicas({}, {ROWS: wrong is not None}, training.dims, training.host_group)
-        if agreed.raised[ROWS]:
+            flag = Compared(wrong is not None, ANY)
+            agreed = compare_replicas({ROWS: flag}, training.dims, training.host_group)
+        if agreed[ROWS]:
             self._budget.ignore_step()
             rows, repeats = Rows(wrong, self._micro_batch, self._again), training.settings.sdc.repeats
             found = rule_on_rows(training, step, rows, repeats, training.suspects.ranks)

@@ -4,8 +4,8 @@ Objects are pickled, and who unpickles runs what the sender wants. The sockets o
 them; so where the launch has a secret (``megasdc.parallel.rendezvous``), what comes must be signed with it to be
 unpickled.
 
-``compare_replicas`` finds which values differ over replicas by one reduction whose size does not grow with their
-number.
+``compare_replicas`` finds which values differ over replicas, and which flags were raised, by one reduction whose size
+does not grow with the number of replicas.
 
 ``StepAgreement`` is one reduction over host memory for everything that is decided between steps. A field is a number
 that every rank gives, or one for each place, such as each replica. All fields of a step are packed into one MAX
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -157,78 +158,59 @@ def _name(rank: int) -> str:
 _LOWEST = torch.iinfo(torch.int64).min
 
 
+REPLICAS, STAGE, WORLD, ANY = "replicas", "stage", "world", "any"
+"""Ranks that must have the same value: at one position of all replicas, of one stage, all; a flag may be of any."""
+
+
 @dataclass(frozen=True)
-class Agreed:
-    """Result of a comparison, the same on every rank, by the names of the compared values.
+class Compared:
+    """Number that one rank gives to a comparison.
 
     Args:
-        differing: for each value, the positions (pp_rank, tp_rank) at which replicas hold different values.
-        stages: for each value of a stage, the stages whose ranks hold different values.
-        raised: for each flag, whether some rank raised it.
-        world: for each value of the world, whether all ranks hold the same.
+        value: unsigned 64-bit number; of a flag 1 where this rank raises it, else 0.
+        among: ranks that must have the same number, such as ``REPLICAS``; ``ANY``: a flag.
     """
 
-    differing: Mapping[str, tuple[tuple[int, int], ...]]
-    stages: Mapping[str, tuple[int, ...]]
-    raised: Mapping[str, bool]
-    world: Mapping[str, bool] = field(default_factory=dict)
+    value: int
+    among: str = REPLICAS
 
 
-def compare_replicas(
-    values: Mapping[str, int],
-    flags: Mapping[str, bool],
-    dims: ParallelDims,
-    group: dist.ProcessGroup | None,
-    stage_values: Mapping[str, int] | None = None,
-    world_values: Mapping[str, int] | None = None,
-) -> Agreed:
-    """Compare values at each position of a replica over all replicas, and collect flags of all ranks.
+Agreed = Mapping[str, tuple[tuple[int, int], ...]]
+"""Result of a comparison, the same on every rank: by name the places at which values differ, or a flag was raised.
 
-    One MAX reduction of v and of its complement ~v yields the maximum and the complement of the minimum.
+A place is (pp_rank, tp_rank) of a position, (pp_rank, 0) of a stage, and (0, 0) of the world and of a flag.
+"""
+
+
+def compare_replicas(values: Mapping[str, Compared], dims: ParallelDims, group: dist.ProcessGroup | None) -> Agreed:
+    """Compare values of all ranks, and collect flags.
+
+    One MAX reduction of v and of its complement ~v yields the maximum and the complement of the minimum. Of a flag the
+    minimum is 0.
 
     Args:
-        values: unsigned 64-bit numbers by name, the same names in the same order on every rank; compared over replicas.
-        flags: flags by name, as ``values``.
+        values: values and flags by name, the same names in the same order on every rank.
         group: a group of all ranks for tensors in host memory.
-        stage_values: numbers as ``values``; compared over all ranks of a stage, tensor ranks too.
-        world_values: numbers as ``values``; compared over all ranks.
 
-    Collective: all ranks of the world; 16 bytes a value and position.
+    Collective: all ranks of the world; 16 bytes a value and place.
     """
-    positions = dims.pipeline * dims.tensor
-    stage_values, world_values = stage_values or {}, world_values or {}
-    table = _table(values.values(), positions, dims.pp_rank * dims.tensor + dims.tp_rank)
-    stages = _table(stage_values.values(), dims.pipeline, dims.pp_rank)
-    world = _table(world_values.values(), 1, 0)
-    parts = [table.flatten(), stages.flatten(), world.flatten()]
-    sent = torch.cat([*parts, torch.tensor([int(flag) for flag in flags.values()], dtype=torch.int64)])
+    numbers = {(name, place): two for name, one in values.items() for place, two in _numbers(one, dims).items()}
+    sent = torch.tensor(list(numbers.values()), dtype=torch.int64)
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
-    table, stages, world, raised = sent.split([*(one.numel() for one in parts), len(flags)])
-    return Agreed(
-        differing={
-            name: tuple((place // dims.tensor, place % dims.tensor) for place in places)
-            for name, places in _unequal(table, positions, values).items()
-        },
-        stages=_unequal(stages, dims.pipeline, stage_values),
-        raised={name: bool(flag) for name, flag in zip(flags, raised.tolist(), strict=True)},
-        world={name: not rows for name, rows in _unequal(world, 1, world_values).items()},
-    )
+    agreed: dict[str, tuple[tuple[int, int], ...]] = dict.fromkeys(values, ())
+    for (name, place), (largest, smallest) in zip(numbers, sent.tolist(), strict=True):
+        if largest != ~smallest:
+            agreed[name] += (place,)
+    return agreed
 
 
-def _table(values: Collection[int], rows: int, own: int) -> torch.Tensor:
-    """Table [rows, 2 values]: this rank's values and their complements in its row, the lowest number elsewhere."""
-    table = torch.full((rows, 2 * len(values)), _LOWEST, dtype=torch.int64)
-    signed = torch.tensor([value - (1 << 64) if value >> 63 else value for value in values], dtype=torch.int64)
-    table[own] = torch.cat([signed, ~signed])
-    return table
-
-
-def _unequal(table: torch.Tensor, rows: int, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Rows whose largest and smallest number differ, for each value by name."""
-    number = len(names)
-    table = table.view(rows, 2 * number)
-    unequal = table[:, :number] != ~table[:, number:]
-    return {name: tuple(unequal[:, column].nonzero().flatten().tolist()) for column, name in enumerate(names)}
+def _numbers(one: Compared, dims: ParallelDims) -> dict[tuple[int, int], tuple[int, int]]:
+    """A value and its complement, signed, at this rank's place; the lowest number at others of the value."""
+    stages, parts = dims.pipeline if one.among in (REPLICAS, STAGE) else 1, dims.tensor if one.among == REPLICAS else 1
+    numbers = dict.fromkeys(product(range(stages), range(parts)), (_LOWEST, _LOWEST))
+    signed = one.value - (1 << 64) if one.value >> 63 else one.value
+    numbers[dims.pp_rank % stages, dims.tp_rank % parts] = signed, ~(0 if one.among == ANY else signed)
+    return numbers
 
 
 MAX, MIN = "max", "min"

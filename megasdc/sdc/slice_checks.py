@@ -20,7 +20,7 @@ from megasdc.common.addresses import REDUCED_GRAD, UPDATE, Address
 from megasdc.engine.hooks import Hook
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import clip_again, is_bf16_optimizer, master_partitions
-from megasdc.parallel.collectives import compare_replicas, gather_objects
+from megasdc.parallel.collectives import ANY, Compared, compare_replicas, gather_objects
 from megasdc.sdc.budget import CheckBudget
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.host import Host, StepEngine
@@ -703,21 +703,21 @@ class SliceChecks(Hook):
             not_stepped = checked.due is not None and checked.own is None
             found |= {UPDATES: claim is not None, MISSED: not self._is_whole or engine.is_skipped or not_stepped}
             used = self._used.pop_digest()
-            agreed = compare_replicas({SETTINGS: used}, found, engine.dims, self._host_group)
-        sums, states, updates = (agreed.raised[tier] for tier in (SUMS, KEPT_STATE, UPDATES))
-        self._missed = agreed.raised[MISSED]
+            flags = {name: Compared(one, ANY) for name, one in found.items()}
+            agreed = compare_replicas({SETTINGS: Compared(used), **flags}, engine.dims, self._host_group)
+        self._missed = bool(agreed[MISSED])
         self._end_turn(engine)
-        if sums or states or updates or agreed.differing[SETTINGS]:
+        if any(agreed[tier] for tier in (SUMS, KEPT_STATE, UPDATES, SETTINGS)):
             self._budget.ignore_step()
-        if sums:
+        if agreed[SUMS]:
             self._act(step, lambda earlier: self._of_sums(step))
-        if states:
+        if agreed[KEPT_STATE]:
             self._act(step, lambda earlier: self._of_states(step, earlier))
-        if agreed.differing[SETTINGS]:
+        if agreed[SETTINGS]:
             self._act(step, lambda earlier: self._used.rule(step))
-        if updates:
+        if agreed[UPDATES]:
             exact, rank = not self._tolerant, engine.dims.rank
-            by_rank = gather_objects(used, self._host_group) if agreed.differing[SETTINGS] else ()
+            by_rank = gather_objects(used, self._host_group) if agreed[SETTINGS] else ()
             ruled = self._settle_updates(engine, comparable(claim, rank, by_rank), checked)
             if exact and self._tolerant and not ruled:  # a fault may be among the differences that rounding explains
                 claim = self._claim(checked)

@@ -15,13 +15,15 @@ VALUES = [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 def _compare(wrong: int | None, value: int, other: int) -> Any:
     import torch.distributed as dist
 
-    from megasdc.parallel.collectives import compare_replicas
+    from megasdc.parallel.collectives import ANY, STAGE, WORLD, Compared, compare_replicas
     from megasdc.parallel.dims import ParallelDims
 
     dims = ParallelDims(2, 1, 2, dist.get_rank())
     mine = other if dims.rank == wrong else value + dims.tp_rank
-    found = compare_replicas({"mine": mine, "same": 7}, {"wrong": dims.rank == wrong, "never": False}, dims, None)
-    return found.differing, found.raised
+    of_all = other if dims.rank == wrong else value
+    values = {"mine": Compared(mine), "same": Compared(7), "stage": Compared(of_all, STAGE)}
+    values |= {"all": Compared(of_all, WORLD), "wrong": Compared(dims.rank == wrong, ANY), "never": Compared(0, ANY)}
+    return compare_replicas(values, dims, None)
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 3])
@@ -30,8 +32,8 @@ def test_unequal_replicas_are_found_at_their_position(wrong: int | None) -> None
     for value in VALUES[:-1]:
         for other in (set(VALUES) | {5}) - {value, value + 1}:
             found = run_distributed(_compare, 4, wrong, value, other)
-            position = () if wrong is None else ((0, wrong % 2),)
-            differing, raised = {"mine": position, "same": ()}, {"wrong": wrong is not None, "never": False}
-            assert found == [(differing, raised)] * 4, (value, other)
+            position, anywhere = ((), ()) if wrong is None else (((0, wrong % 2),), ((0, 0),))
+            expected = {"mine": position, "same": (), "stage": anywhere, "all": anywhere}
+            assert found == [{**expected, "wrong": anywhere, "never": ()}] * 4, (value, other)
             if wrong is None:
                 break

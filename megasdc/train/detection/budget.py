@@ -47,6 +47,7 @@ from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm, read_back
 from megasdc.train.build_engine import DTYPES
 from megasdc.train.detection.blocks import ring_of, sets_of
+from megasdc.train.detection.findings import Evidence, compared
 
 RATE_BYTES = 256 << 20
 """Size of the measured tensor, larger than a processor's caches."""
@@ -374,9 +375,7 @@ def measure_rates(engine: TrainingEngine, num_bytes: int = RATE_BYTES) -> Rates:
         extremes_bytes_per_s=num_bytes / _median_s(look, READS),
         checksum_s=_recording_s(lambda: tracer(address, small), lambda: trace_digest(tracer.pop_trace()), large),
         extremes_s=_recording_s(lambda: finite(address, small), lambda: finite.pop_first(dims), large),
-        exchange_s=_median_s(
-            lambda: compare_replicas({"a": 1, "b": 2}, dict.fromkeys("abc", False), dims, dist.group.WORLD), EXCHANGES
-        ),
+        exchange_s=_median_s(lambda: compare_replicas(compared(Evidence()), dims, dist.group.WORLD), EXCHANGES),
         sent_bytes_per_s=FP32_BYTES * message.numel() / _median_s(send, READS),
     )
 

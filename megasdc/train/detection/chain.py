@@ -10,7 +10,6 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,8 +45,19 @@ from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, MAJORITY, NOT_REPROD
 from megasdc.sdc.vote import majority
 from megasdc.tensors.bits import as_bits
 from megasdc.tensors.checksum import ChecksumAlgorithm
-from megasdc.train.detection.blocks import BlockMismatch, BlockSums, wrong_of
-from megasdc.train.detection.findings import CLIPPING, COPY, NORM, PART, STATE
+from megasdc.train.detection.blocks import BlockSums, wrong_of
+from megasdc.train.detection.findings import (
+    CLIPPING,
+    COPY,
+    FACTORS,
+    NORM,
+    NORMS,
+    OF_CHAIN,
+    PART,
+    STATE,
+    ChainFindings,
+    is_found,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,43 +76,6 @@ GRADIENT = "gradient"
 _Started = dict[tuple[StateBlock, str], int | Tensor]
 Act = Callable[[int, Callable[[Collection[int]], Finding]], bool]
 """Settles a finding of a committed step, from its number and a function that rules, given the ranks wrong before."""
-
-
-@dataclass(frozen=True)
-class ChainFindings:
-    """Findings of a rank in the chain since the last agreement.
-
-    Args:
-        step: last step that the optimizer has made; 0: none since the last agreement.
-        norm: norm of the gradient, as the rank used it.
-        factors: factors by which the rank clipped each group.
-        parts: the rank's parts of the squared norm.
-        sum: squared norm that all ranks' blocks add up to; None: they were not added in that step.
-        own: sum of squares of this rank's blocks.
-        block: block of the rank before that this one added up to another sum; None: all sums are equal.
-        norm_is_wrong: whether ``norm`` differs from the root of ``sum`` by more than rounding.
-        factor_is_wrong: whether a factor does not follow from ``norm``.
-        state: block and state that changed between two steps; None: none did.
-        copy: block of parameters that is not the cast of its masters; None: all are.
-    """
-
-    step: int = 0
-    norm: float = 0.0
-    factors: tuple[float, ...] = ()
-    parts: tuple[float, ...] = ()
-    sum: float | None = None
-    own: float = 0.0
-    block: BlockMismatch | None = None
-    norm_is_wrong: bool = False
-    factor_is_wrong: bool = False
-    state: tuple[StateBlock, str] | None = None
-    copy: StateBlock | None = None
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """Flags of findings that this rank has made alone, by tier."""
-        own = {NORM: self.norm_is_wrong or self.block is not None, CLIPPING: self.factor_is_wrong}
-        return own | {STATE: self.state is not None, COPY: self.copy is not None}
 
 
 class Sums(Hook):
@@ -274,12 +247,13 @@ class Chain(Hook):
         self._last_step = step
         norm = self._optimizer._global_grad_norm
         norm = math.nan if norm is None else float(norm)
-        total = self._added()
+        factors = tuple(sorted({float(one) for one in used.factors})) or (1.0,)
+        parts, total = tuple(float(one) for one in used.parts), self._added()
         return ChainFindings(
             step,
             norm,
-            tuple(sorted({float(one) for one in used.factors})) or (1.0,),
-            tuple(float(one) for one in used.parts),
+            factors,
+            parts,
             total,
             self._own,
             None if total is None or self._squares is None else self._squares.compare(),
@@ -289,6 +263,9 @@ class Chain(Hook):
             factor_is_wrong=bool(used.factors) and not self._follow(norm, used),
             state=state,
             copy=copy,
+            norm_bits=_bits(norm) if self._compares_bits else 0,
+            factor_bits=_bits(*factors) if self._compares_bits else 0,
+            part_bits=_bits(*parts) if is_bf16_optimizer(self._optimizer) else 0,
         )
 
     def _added(self) -> float | None:
@@ -308,35 +285,21 @@ class Chain(Hook):
 
     # --- agreement and rulings ----------------------------------------------------------------------------------
 
-    def world_values(self, links: ChainFindings) -> dict[str, int]:
-        """Bits of the norm and of the clip factors, by tier, which must be equal on all ranks."""
-        if not self._compares_bits:
-            return {NORM: 0, CLIPPING: 0}
-        return {NORM: _bits(links.norm), CLIPPING: _bits(*links.factors)}
-
-    def position_value(self, links: ChainFindings) -> int:
-        """Bits of this rank's part of the norm, which replicas must have equal with ``BF16_Optimizer``; else 0."""
-        return _bits(*links.parts) if is_bf16_optimizer(self._optimizer) else 0
-
-    def found(self, agreed: Agreed) -> bool:
-        """Whether anything was found in a step that is committed; the same on all ranks."""
-        flags = any(agreed.raised[name] for name in (NORM, CLIPPING, STATE))
-        return flags or not (agreed.world[NORM] and agreed.world[CLIPPING]) or bool(agreed.differing[PART])
-
     def settle(self, links: ChainFindings, agreed: Agreed) -> None:
-        """Settle the findings in a committed step, on which all ranks agree.
+        """Settle the findings in a committed step, on which all ranks agree; nothing where there is none.
 
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
 
         Collective: all ranks of the world.
         """
-        raised, world = agreed.raised, agreed.world
-        if raised[NORM] or not world[NORM] or agreed.differing[PART]:
+        if is_found(agreed, OF_CHAIN):
+            self._budget.ignore_step()
+        if agreed[NORM] or agreed[NORMS] or agreed[PART]:
             self._act(links.step, lambda earlier: self._of_norm(links, earlier))
-        elif raised[CLIPPING] or not world[CLIPPING]:
+        elif agreed[CLIPPING] or agreed[FACTORS]:
             self._act(links.step, lambda earlier: self._of_clipping(links, earlier))
-        if raised[STATE]:
+        if agreed[STATE]:
             self._act(links.step, lambda earlier: self._of_state(links, earlier))
 
     def _of_norm(self, links: ChainFindings, earlier: Collection[int]) -> Finding:

@@ -44,9 +44,9 @@ from megasdc.train.detection.findings import (
     COPY,
     EVENT_KIND,
     MOVED,
+    OF_PLACE,
+    OF_STATE,
     PARAMETERS,
-    PLACE,
-    PLACES,
     REPEATS,
     ROWS,
     TOKENS,
@@ -54,6 +54,7 @@ from megasdc.train.detection.findings import (
     Findings,
     ParameterReader,
     Rehearse,
+    is_found,
 )
 from megasdc.train.detection.golden import GoldenCheck
 from megasdc.train.isolation import IsolationError
@@ -177,33 +178,33 @@ class FindingPolicy:
         repaired: bool,
     ) -> bool:
         step, earlier = engine.step_number, self._suspects.ranks
-        audit_differs = self.can_compare(agreed.differing[AUDITED])
-        if is_of_place(agreed):  # first: the whole step reads other samples
+        audit_differs = self.can_compare(agreed[AUDITED])
+        if is_found(agreed, OF_PLACE):  # first: the whole step reads other samples
             found = self._findings.of_place(step, evidence.wrong_place, evidence.places)
             if self._act(step, found, repaired):
                 return True
-        if agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]:
+        if is_found(agreed, OF_STATE):
             again = self._settle_parameters(engine, evidence, agreed, repaired)
-            if agreed.differing[PARAMETERS] and audit_differs and not again:
+            if agreed[PARAMETERS] and audit_differs and not again:
                 # Ranks with wrong parameters computed other results.
                 self._emit("audit_void", step=step, reason="the parameters were not equal")
             return again
         again = False
-        if agreed.raised[TOKENS] and evidence.given is not None:  # other results of that rank follow from it
+        if agreed[TOKENS] and evidence.given is not None:  # other results of that rank follow from it
             found = self._findings.of_tokens(engine, evidence.given, earlier)
             again = self._act(step, found, repaired)
             evidence.given.finish(again)
             if audit_differs and not again and found.micro_batch == 0 and engine.shared_source is not None:
                 self._emit("audit_void", step=step, reason="the micro-batch was not read alike")
                 audit_differs = False
-        if agreed.raised[REPEATS] and not again:
+        if agreed[REPEATS] and not again:
             found = self._findings.of_recompute(engine, evidence.repeats, recompute_micro_batch, earlier)
             again = self._act(step, found, repaired)
-        if agreed.raised[ROWS] and not again and evidence.rows is not None:
+        if agreed[ROWS] and not again and evidence.rows is not None:
             again = self._act(
                 step, rule_on_rows(self._host, step, evidence.rows, self._section.repeats, earlier), repaired
             )
-        if agreed.raised[MOVED] and not again and evidence.moved is not None:
+        if agreed[MOVED] and not again and evidence.moved is not None:
             found = self._findings.of_permuted(engine, evidence.audited, evidence.moved, recompute_micro_batch, earlier)
             again = self._act(step, found, repaired)
         if audit_differs and not again:
@@ -230,7 +231,7 @@ class FindingPolicy:
         """
         with self._marked_if_unsettled(engine.step_number):
             again, step = False, engine.step_number
-            if is_of_place(agreed):
+            if is_found(agreed, OF_PLACE):
                 found = self._findings.of_place(step, evidence.wrong_place, evidence.places)
                 again = self._act(step, found, repaired)
             again = self._settle_parameters(engine, evidence, agreed, repaired) or again
@@ -243,12 +244,12 @@ class FindingPolicy:
         findings, and is ruled on once.
         """
         again, step, named = False, engine.step_number, set[int | None]()
-        if agreed.differing[PARAMETERS] or agreed.stages[COPIES]:
-            differ = self._findings.of_parameters if agreed.differing[PARAMETERS] else self._findings.of_copies
+        if agreed[PARAMETERS] or agreed[COPIES]:
+            differ = self._findings.of_parameters if agreed[PARAMETERS] else self._findings.of_copies
             found = differ(engine, evidence.parameters)
             named = {one.rank for one in found.rulings}
             again = self._act(step, found, repaired)
-        if agreed.raised[COPY] and evidence.copy is not None:
+        if agreed[COPY] and evidence.copy is not None:
             found = evidence.copy(self._suspects.ranks)
             rest = tuple(one for one in found.rulings if one.rank not in named)
             if rest:
@@ -392,11 +393,6 @@ class FindingPolicy:
                 "ranks %s were found wrong before, on hosts and devices that the checkpoint does not name: forgotten",
                 unknown,
             )
-
-
-def is_of_place(agreed: Agreed) -> bool:
-    """Whether some rank's place in the data is wrong, or ranks differ in the places that they have followed."""
-    return agreed.raised[PLACE] or not agreed.world[PLACES]
 
 
 class Incidents:

@@ -10,7 +10,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,14 @@ from megasdc.common.addresses import FORWARD, PARAMETER, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.model.submodules import list_submodules
-from megasdc.optim.zero1 import is_copied
-from megasdc.parallel.collectives import gather_objects
+from megasdc.optim.zero1 import StateBlock, is_copied
+from megasdc.parallel.collectives import ANY, REPLICAS, STAGE, WORLD, Agreed, Compared, gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutedResult
 from megasdc.sdc.finding import Finding, Suspects
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.rows import RIGHT, Rows
 from megasdc.sdc.trace import Trace, count_by_submodule, merge_counts, trace_digest
-from megasdc.sdc.used_settings import NONE
+from megasdc.sdc.used_settings import NONE, SETTINGS
 from megasdc.sdc.verdict import (
     FILE,
     FOLLOWS,
@@ -44,25 +44,49 @@ from megasdc.sdc.verdict import (
 )
 from megasdc.sdc.vote import majority
 from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
+from megasdc.train.detection.blocks import BlockMismatch
 from megasdc.train.detection.data_checks import BATCH, SLOT, Given, WrongPlace, WrongTokens
 
 Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step, None: the audited one; returns the records of the audit and of the check of
 recomputations."""
-PARAMETERS, AUDITED, PART = "parameters", "audited", "part of the norm"
-"""Names of values that must be equal on all replicas, in the agreement of a step; besides ``settings.SETTINGS``."""
-COPIES = "copies"
-"""Name of the value that must be equal on all ranks of a stage: the checksums of copied parameters."""
-REPEATS, MOVED, ROWS, TOKENS, PLACE = "repeats", "elsewhere", "rows", "tokens", "place"
-"""Names of flags of findings that a rank makes alone, of this step."""
-PLACES = "places"
-"""Name of the digest of places in the data, which must be equal on all ranks."""
-NORM, CLIPPING, STATE, COPY = "norm", "clipping", "state", "copy"
-"""Names of flags of findings that a rank makes alone, of the step before; the first two also name values of all."""
-NO_RECORDS = "no records"
-"""Name of the flag of a rank that has recorded no result of an audit."""
-NOT_FINITE, LOSS = "not finite", "loss"
-"""Names of flags of a rank that has NaN or Inf in results, and in its loss."""
+
+
+@dataclass(frozen=True)
+class ChainFindings:
+    """Findings of a rank in the chain since the last agreement.
+
+    Args:
+        step: last step that the optimizer has made; 0: none since the last agreement.
+        norm: norm of the gradient, as the rank used it.
+        factors: factors by which the rank clipped each group.
+        parts: the rank's parts of the squared norm.
+        sum: squared norm that all ranks' blocks add up to; None: they were not added in that step.
+        own: sum of squares of this rank's blocks.
+        block: block of the rank before that this one added up to another sum; None: all sums are equal.
+        norm_is_wrong: whether ``norm`` differs from the root of ``sum`` by more than rounding.
+        factor_is_wrong: whether a factor does not follow from ``norm``.
+        state: block and state that changed between two steps; None: none did.
+        copy: block of parameters that is not the cast of its masters; None: all are.
+        norm_bits: bits of ``norm``, which must be equal on all ranks; 0: they need not.
+        factor_bits: bits of ``factors``, likewise.
+        part_bits: bits of ``parts``, which replicas must have equal; 0: they need not.
+    """
+
+    step: int = 0
+    norm: float = 0.0
+    factors: tuple[float, ...] = ()
+    parts: tuple[float, ...] = ()
+    sum: float | None = None
+    own: float = 0.0
+    block: BlockMismatch | None = None
+    norm_is_wrong: bool = False
+    factor_is_wrong: bool = False
+    state: tuple[StateBlock, str] | None = None
+    copy: StateBlock | None = None
+    norm_bits: int = 0
+    factor_bits: int = 0
+    part_bits: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,33 +95,101 @@ class Evidence:
 
     Args:
         parameters: checksums of the rank's parameters before the step; empty where they were not read.
+        copies: those of them of which every tensor rank has a whole copy.
         audited: checksums of the audited micro-batch's results; empty outside audits.
         repeats: comparison of forward results with their recomputation.
         moved: results of the audited micro-batch with elements in other places; None: it was not computed so.
         rows: check of rows of a product; None: no product was checked.
         given: comparison of the model's micro-batches with the data file; None: not compared.
         settings: digest of the settings that the last step used.
+        links: findings in the chain of the last step.
         copy: gathers parameters that are not the cast of their masters again, and rules on them, from the ranks found
             wrong before; None: not compared.
         wrong_place: this rank's place in the data, where it is not the one that follows from the steps; None: it is.
         places: digest of all replicas' places in the data, as this rank has followed them.
+        unrecorded: whether the step is audited, and this rank has recorded no result.
+        not_finite: whether a result was NaN or Inf.
+        loss_not_finite: whether this rank's loss was.
     """
 
-    parameters: Trace
-    audited: Trace
-    repeats: Repeats
+    parameters: Trace = field(default_factory=Trace)
+    copies: Trace = field(default_factory=Trace)
+    audited: Trace = field(default_factory=Trace)
+    repeats: Repeats = field(default_factory=lambda: Repeats(0, 0, ()))
     moved: PermutedResult | None = None
     rows: Rows | None = None
     given: Given | None = None
     settings: int = NONE
+    links: ChainFindings = ChainFindings()
     copy: Callable[[Collection[int]], Finding] | None = None
     wrong_place: WrongPlace | None = None
     places: int = NONE
+    unrecorded: bool = False
+    not_finite: bool = False
+    loss_not_finite: bool = False
 
     @property
     def place_matters(self) -> bool:
         """Whether a result of this rank changed when elements were in other places."""
         return self.moved is not None and trace_digest(self.moved.trace) != trace_digest(self.audited)
+
+
+PARAMETERS, COPIES, COPY, PLACE, PLACES = "parameters", "copies", "copy", "place", "places"
+TOKENS, REPEATS, ROWS, MOVED, AUDITED = "tokens", "repeats", "rows", "elsewhere", "audited"
+NORM, NORMS, PART, CLIPPING, FACTORS, STATE = "norm", "norms", "part of the norm", "clipping", "clip factors", "state"
+NO_RECORDS, NOT_FINITE, LOSS = "no records", "not finite", "loss"
+OF_PLACE, OF_STATE, OF_STEP, OF_CHAIN = "place", "state", "step", "chain"
+"""What a field is about: samples and state at the start of the step, its micro-batches, the chain of the last step."""
+
+
+@dataclass(frozen=True)
+class StepField:
+    """Field of the one reduction in which all ranks compare their evidence of a step.
+
+    Args:
+        among: ranks that must have the same value, or ``ANY`` for a flag; see ``Compared``.
+        of: value or flag of this rank's evidence.
+        about: what it is about, by which it is settled; None: the caller settles it by name.
+    """
+
+    name: str
+    among: str
+    of: Callable[[Evidence], int]
+    about: str | None = None
+
+
+FIELDS = (
+    StepField(PLACE, ANY, lambda one: one.wrong_place is not None, OF_PLACE),
+    StepField(PLACES, WORLD, lambda one: one.places, OF_PLACE),
+    StepField(PARAMETERS, REPLICAS, lambda one: trace_digest(one.parameters), OF_STATE),
+    StepField(COPIES, STAGE, lambda one: trace_digest(one.copies), OF_STATE),
+    StepField(COPY, ANY, lambda one: one.links.copy is not None, OF_STATE),
+    StepField(TOKENS, ANY, lambda one: one.given is not None and one.given.wrong is not None, OF_STEP),
+    StepField(REPEATS, ANY, lambda one: bool(one.repeats.unrepeated), OF_STEP),
+    StepField(ROWS, ANY, lambda one: one.rows is not None and one.rows.wrong is not None, OF_STEP),
+    StepField(MOVED, ANY, lambda one: one.place_matters, OF_STEP),
+    StepField(AUDITED, REPLICAS, lambda one: trace_digest(one.audited)),
+    StepField(SETTINGS, REPLICAS, lambda one: one.settings),
+    StepField(NORM, ANY, lambda one: one.links.norm_is_wrong or one.links.block is not None, OF_CHAIN),
+    StepField(NORMS, WORLD, lambda one: one.links.norm_bits, OF_CHAIN),
+    StepField(PART, REPLICAS, lambda one: one.links.part_bits, OF_CHAIN),
+    StepField(CLIPPING, ANY, lambda one: one.links.factor_is_wrong, OF_CHAIN),
+    StepField(FACTORS, WORLD, lambda one: one.links.factor_bits, OF_CHAIN),
+    StepField(STATE, ANY, lambda one: one.links.state is not None, OF_CHAIN),
+    StepField(NO_RECORDS, ANY, lambda one: one.unrecorded),
+    StepField(NOT_FINITE, ANY, lambda one: one.not_finite),
+    StepField(LOSS, ANY, lambda one: one.loss_not_finite),
+)
+
+
+def compared(evidence: Evidence) -> dict[str, Compared]:
+    """This rank's value of each field, by name."""
+    return {one.name: Compared(one.of(evidence), one.among) for one in FIELDS}
+
+
+def is_found(agreed: Agreed, about: str) -> bool:
+    """Whether a field about something was found."""
+    return any(agreed[one.name] for one in FIELDS if one.about == about)
 
 
 class ParameterReader:

@@ -51,34 +51,32 @@ from megasdc.sdc.referee.recompute import BETWEEN, Call, Exhibit, make_exhibit
 from megasdc.sdc.referee.referee import Referee, Subject
 from megasdc.sdc.rows import Rows, WrongRow
 from megasdc.sdc.slice_checks import Checkable, SliceChecks
-from megasdc.sdc.trace import Trace, trace_digest
+from megasdc.sdc.trace import Trace
 from megasdc.sdc.tracer import Tracer, choose_submodules
 from megasdc.sdc.used_settings import NONE, SETTINGS
-from megasdc.sdc.verdict import Repeats, compare_recomputed
+from megasdc.sdc.verdict import compare_recomputed
 from megasdc.tensors.checksum import ChecksumAlgorithm, default_algorithm
 from megasdc.tensors.permuted import Permuted
 from megasdc.train.detection.budget import coverage_table
-from megasdc.train.detection.chain import Chain, ChainFindings
+from megasdc.train.detection.chain import Chain
 from megasdc.train.detection.data_checks import Given, PlaceCheck, TokenCheck, WrongTokens, unreadable
-from megasdc.train.detection.finding_policy import FindingPolicy, Incidents, is_of_place
+from megasdc.train.detection.finding_policy import FindingPolicy, Incidents
 from megasdc.train.detection.findings import (
     AUDITED,
     COPIES,
-    COPY,
     LOSS,
-    MOVED,
     NO_RECORDS,
     NOT_FINITE,
+    OF_PLACE,
+    OF_STATE,
+    OF_STEP,
     PARAMETERS,
-    PART,
-    PLACE,
-    PLACES,
-    REPEATS,
-    ROWS,
-    TOKENS,
+    ChainFindings,
     Evidence,
     ParameterReader,
     Rehearse,
+    compared,
+    is_found,
 )
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.observe import NonFiniteSearch, ObserverSwitch, Watch
@@ -414,48 +412,46 @@ class StepChecker(Hook):
                 audited, moved = self._audited.pop_trace(), self._move(engine)
             links, of_copy = self._links()
             settings = self._policy.settings.pop_digest() if self._always_on.enabled else NONE
+            with budget.fixed:
+                copies, loss_finite = self._parameters.copies(parameters), loss_is_finite(engine)
             evidence = Evidence(
                 parameters=parameters,
+                copies=copies,
                 audited=audited,
                 repeats=checked,
                 moved=moved,
                 rows=self._found_in_rows(engine),
                 given=self._found_in_tokens(engine),
                 settings=settings,
+                links=links,
                 copy=of_copy,
                 wrong_place=None if self.place is None else self.place.in_step(engine.completed),
                 places=NONE if self.place is None else self.place.digest,
+                unrecorded=self._auditing and not len(audited),
+                not_finite=seen is not None,
+                loss_not_finite=not loss_finite,
             )
-            with budget.fixed:
-                wrong_row = evidence.rows is not None and evidence.rows.wrong is not None
-                wrong_tokens = evidence.given is not None and evidence.given.wrong is not None
-                found = {REPEATS: bool(checked.unrepeated), MOVED: evidence.place_matters}
-                found |= {ROWS: wrong_row, TOKENS: wrong_tokens}
-                found |= {NOT_FINITE: seen is not None, LOSS: not loss_is_finite(engine)}
-                found |= {NO_RECORDS: self._auditing and not len(audited)}
-            agreed = self._agree(evidence, links, found | links.flags)
-            self._is_void = agreed.raised[NO_RECORDS]
-            some_seen, some_loss = agreed.raised[NOT_FINITE], agreed.raised[LOSS]
-            if self.search is not None and (some_seen or some_loss):
+            agreed = self._agree(evidence)
+            self._is_void = bool(agreed[NO_RECORDS])
+            if self.search is not None and (agreed[NOT_FINITE] or agreed[LOSS]):
                 budget.ignore_step()
-                overflow = engine.fp16_enabled() and not some_loss  # scaled gradients overflow in normal operation
+                overflow = engine.fp16_enabled() and not agreed[LOSS]  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
-            audit_differs = self._policy.can_compare(agreed.differing[AUDITED])
-            of_state = agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]
-            of_step = is_of_place(agreed) or any(agreed.raised[name] for name in (REPEATS, MOVED, ROWS, TOKENS))
-            if not (of_state or audit_differs or of_step):
+            of_place = is_found(agreed, OF_PLACE)
+            of_step = is_found(agreed, OF_STEP) or self._policy.can_compare(agreed[AUDITED])
+            if not (of_place or is_found(agreed, OF_STATE) or of_step):
                 return
             budget.ignore_step()
             again = self._policy.settle(engine, evidence, agreed, self.recompute_micro_batch, repaired=repaired)
-            if is_of_place(agreed) and self.place is not None and not again:
+            if of_place and self.place is not None and not again:
                 self.place.accept()
             if not again:
                 return
-            if agreed.differing[PARAMETERS] or agreed.stages[COPIES]:
+            if agreed[PARAMETERS] or agreed[COPIES]:
                 self._parameters.start()
             if self.chain is not None:
                 self.chain.compare_copy()
-            if is_of_place(agreed) and self.place is not None:
+            if of_place and self.place is not None:
                 self.place.put_right()
                 self._begin_batches(self._run, engine.step_number)
             elif engine.is_first_stage() or engine.is_last_stage():
@@ -472,7 +468,7 @@ class StepChecker(Hook):
             links = chain.take()
         return links, lambda earlier: chain.of_copy(links, earlier)
 
-    def _agree(self, evidence: Evidence, links: ChainFindings, raised: Mapping[str, bool]) -> Agreed:
+    def _agree(self, evidence: Evidence) -> Agreed:
         """Compare evidence over all ranks, and settle what was found in the step before: settings, then the chain.
 
         Raises:
@@ -480,28 +476,16 @@ class StepChecker(Hook):
 
         Collective: all ranks of the world.
         """
-        chain = self.chain
         with self.budget.fixed:
-            digests = {
-                PARAMETERS: trace_digest(evidence.parameters),
-                AUDITED: trace_digest(evidence.audited),
-                SETTINGS: evidence.settings,
-            }
-            copies = {COPIES: trace_digest(self._parameters.copies(evidence.parameters))}
-            alike = {PLACES: evidence.places}
-            if chain is not None:
-                digests[PART] = chain.position_value(links)
-                alike |= chain.world_values(links)
-        flags = {**raised, PLACE: evidence.wrong_place is not None}
+            values = compared(evidence)
         with self.budget.waits:
-            agreed = compare_replicas(digests, flags, self._run.dims, self._host_group, copies, alike)
-        if agreed.differing[SETTINGS]:
+            agreed = compare_replicas(values, self._run.dims, self._host_group)
+        if agreed[SETTINGS]:
             self.budget.ignore_step()
             step, used = self._run.engine.step_number, self._policy.settings
             self._policy.settle_slice(step, lambda earlier: used.rule(step - 1))
-        if chain is not None and chain.found(agreed):
-            self.budget.ignore_step()
-            chain.settle(links, agreed)
+        if self.chain is not None:
+            self.chain.settle(evidence.links, agreed)
         return agreed
 
     def _move(self, engine: TrainingEngine) -> PermutedResult | None:
@@ -621,24 +605,22 @@ class StepChecker(Hook):
             if self.chain is not None:
                 self.chain.before_save()
             links, of_copy = self._links()
-            settings = self._policy.settings.pop_digest()
+            settings, parameters = self._policy.settings.pop_digest(), self._parameters.take()
             evidence = Evidence(
-                parameters=self._parameters.take(),
-                audited=Trace(),
-                repeats=Repeats(0, 0, ()),
+                parameters=parameters,
+                copies=self._parameters.copies(parameters),
                 settings=settings,
+                links=links,
                 copy=of_copy,
                 wrong_place=None if self.place is None else self.place.between_steps(),
                 places=NONE if self.place is None else self.place.digest,
             )
-            agreed = self._agree(evidence, links, links.flags)
-            of_state = agreed.differing[PARAMETERS] or agreed.stages[COPIES] or agreed.raised[COPY]
-            if not (of_state or is_of_place(agreed)):
+            agreed = self._agree(evidence)
+            of_place = is_found(agreed, OF_PLACE)
+            if not (of_place or is_found(agreed, OF_STATE)):
                 return
             again = self._policy.settle_kept(run.engine, evidence, agreed, repaired=repaired)
-            if (
-                is_of_place(agreed) and self.place is not None
-            ):  # also where it is accepted: no resume would take the save
+            if of_place and self.place is not None:  # also where it is accepted: no resume would take the save
                 self.place.put_right()
             if not again:
                 return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megasdc.config.load import parse_config
 from megasdc.events import EventLog, read_events
 from megasdc.optim.zero1 import BLOCK
-from megasdc.parallel.collectives import Agreed
+from megasdc.parallel.collectives import ANY, Agreed, Compared
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc import budget, slice_checks
 from megasdc.sdc.budget import CheckBudget, CheckPlan, Stopwatch
@@ -139,10 +139,10 @@ def test_a_step_in_which_slices_find_something_does_not_count(
         told.append(step)
         return False
 
-    def agreed(values: dict[str, int], flags: dict[str, bool], *_: object) -> Agreed:
+    def agreed(values: dict[str, Compared], *_: object) -> Agreed:
         now = found if run.step == 9 else None
-        differing = {SETTINGS: ((0, 0),) if now == SETTINGS else ()}
-        return Agreed(differing, {}, {name: flag or name == now for name, flag in flags.items()})
+        raised = {name for name, one in values.items() if one.among == ANY and one.value}
+        return {name: ((0, 0),) if name in {now, *raised} else () for name in values}
 
     def finish() -> CheckedUpdates:
         clock.now += 0.9 if run.step == 9 else 0.001

@@ -28,24 +28,12 @@ from megasdc.sdc.golden import GoldenAnswer, compare_run, judge_replicas
 from megasdc.sdc.incident import incident_from_json
 from megasdc.sdc.referee.referee import Referee
 from megasdc.sdc.trace import Trace
-from megasdc.sdc.verdict import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict, Repeats
+from megasdc.sdc.verdict import GOLDEN, NOT_REPRODUCED, PERSISTENT, RankVerdict
 from megasdc.train.detection.finding_policy import FindingPolicy, Incidents
-from megasdc.train.detection.findings import (
-    AUDITED,
-    COPIES,
-    COPY,
-    MOVED,
-    PARAMETERS,
-    PLACE,
-    PLACES,
-    REPEATS,
-    ROWS,
-    TOKENS,
-    Evidence,
-)
+from megasdc.train.detection.findings import AUDITED, FIELDS, PARAMETERS, Evidence
 
 STEP = 7
-DIFFER = Agreed({PARAMETERS: ((0, 0),)}, {COPIES: ()}, {PLACE: False, COPY: False}, {PLACES: True})
+DIFFER: Agreed = {one.name: ((0, 0),) if one.name == PARAMETERS else () for one in FIELDS}
 
 
 class Parameters:
@@ -104,9 +92,7 @@ def test_what_cannot_be_compared_is_told_at_the_start(
 
 def settle(disputes: FindingPolicy, run: Run) -> Any:
     """Settle that rank 0 holds a wrong parameter that is about to be saved."""
-    return disputes.settle_kept(
-        run.engine, Evidence(Parameters.own, Trace(), Repeats(0, 0, ())), DIFFER, repaired=False
-    )
+    return disputes.settle_kept(run.engine, Evidence(parameters=Parameters.own), DIFFER, repaired=False)
 
 
 def audited(disputes: FindingPolicy, run: Run, step: int, *, recorded: bool = True, **ended: Any) -> list[int]:
@@ -279,9 +265,8 @@ def test_an_audit_is_settled_with_what_was_found_before(
     monkeypatch.setattr("megasdc.sdc.audits.settle", ask)
     monkeypatch.setattr(disputes, "_comparable", None)  # as if this rank had another replica
     seen = Trace([Address(STEP, 0, FORWARD, "1.layer.mlp.linear_fc1", "output")], [1])
-    evidence = Evidence(Trace(), seen, Repeats(0, 0, ()))
-    raised = dict.fromkeys((COPY, TOKENS, REPEATS, ROWS, MOVED, PLACE), False)
-    agreed = Agreed({PARAMETERS: (), AUDITED: ((0, 0),)}, {COPIES: ()}, raised, {PLACES: True})
+    evidence = Evidence(audited=seen)
+    agreed = {**DIFFER, PARAMETERS: (), AUDITED: ((0, 0),)}
     for known in (set(), {0}):
         with pytest.raises(Asked) as asked:
             disputes.settle(run.engine, evidence, agreed, lambda *_: (seen, None), repaired=False)
