@@ -166,7 +166,7 @@ def _guard(
 
 
 def _check_environment(device: str, settings: GuardSettings) -> None:
-    if settings.audit.enabled or settings.golden.path is not None or settings.determinism.enabled:
+    if settings.audit.enabled or settings.sdc.golden is not None or settings.determinism.enabled:
         check_environment(device, settings.determinism.enabled, os.environ)
 
 
@@ -259,12 +259,12 @@ class Guard:
         if always_on.enabled and always_on.rows and self._budget is not None:
             self._rows = self._close_with_guard(GuardRows(training, self._budget))
             parts.append(self._rows)
-        if settings.golden.path is not None:
+        if settings.sdc.golden is not None:
             parts.append(self._close_with_guard(GuardGolden(training)))
         if settings.audit.enabled and self.dims.data == 1 and not settings.audit.permuted:
             self._warn_not_audited(
                 "nothing is audited",
-                "there is one replica, and nothing to compare it with; give audit.permuted or golden.path",
+                "there is one replica, and nothing to compare it with; give audit.permuted or sdc.golden",
             )
         elif settings.audit.enabled:
             self._audit = self._close_with_guard(GuardAudit(training, self._saves.agreed))

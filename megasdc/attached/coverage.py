@@ -51,14 +51,14 @@ class GuardSections:
 
 
 def _sections_of(settings: GuardSettings) -> GuardSections:
-    audit, golden = settings.audit, settings.golden
+    audit, sdc = settings.audit, settings.sdc
     off = dict.fromkeys(("recompute", "chain", "finite", "tokens"), False)
-    always_on = AlwaysOnSection.model_validate({**settings.sdc.always_on.model_dump(), **off})
+    always_on = AlwaysOnSection.model_validate({**sdc.always_on.model_dump(), **off})
     return GuardSections(
         AuditSection(enabled=audit.enabled, interval=audit.interval, micro_batch="extra", permuted=audit.permuted),
         SdcSection(
             always_on=always_on,
-            golden=None if golden.record else golden.path,
-            golden_interval=golden.interval,
+            golden=None if settings.golden.record else sdc.golden,
+            golden_interval=sdc.golden_interval,
         ),
     )

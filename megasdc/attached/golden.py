@@ -63,7 +63,7 @@ from megasdc.tensors.nested import map_in
 FORMAT, FIRST_FORMAT = "megasdc.guard_golden.v2", "megasdc.guard_golden.v1"
 """Format that is written, and the earlier one that is read, too, whose batches name classes as they were called."""
 _FIRST_NAMES = "megasdc.guard.probe.Batch", "megasdc.guard.probe.Sent"
-REMEDY = 'record one on trusted hardware, by this training with golden.record true (golden.path: "{path}")'
+REMEDY = 'record one on trusted hardware, by this training with golden.record true (sdc.golden: "{path}")'
 LARGEST_LIST = 20
 """Largest number of differences that a message names."""
 _OF_MODEL = ("watched.", "submodule.", "parameter.")
@@ -216,7 +216,7 @@ def save_parts(path: Path, algorithm: str, parts: Mapping[tuple[int, int], Packe
             raise ConfigError(existing(path))
         write_sealed(path, header, members)
     except OSError as error:
-        raise StorageError(f"golden.path: {path} cannot be written: {error.strerror}; choose another one") from error
+        raise StorageError(f"sdc.golden: {path} cannot be written: {error.strerror}; choose another one") from error
 
 
 def load_golden_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> GoldenPart:
@@ -234,14 +234,14 @@ def load_golden_part(path: Path, dims: ParallelDims, key: Mapping[str, Any]) -> 
         ordered = dict(sorted(differences.items(), key=lambda one: one[0].startswith(_OF_MODEL)))
         text = describe_differences(ordered, LARGEST_LIST)
         raise TraceError(
-            f"golden.path: {path} does not hold for this training: {text}. Train as it was recorded, record another "
-            "file by golden.record true, or set golden.path to null"
+            f"sdc.golden: {path} does not hold for this training: {text}. Train as it was recorded, record another "
+            "file by golden.record true, or set sdc.golden to null"
         )
     found = read_members(path, header, [f"{name}.batch", f"{name}.arrow"])
     try:
         batch = _unpack(found[f"{name}.batch"])
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, CheckpointError) as error:
-        raise TraceError(f"golden.path: the batch in {path} cannot be read: {error}; record it again") from error
+        raise TraceError(f"sdc.golden: the batch in {path} cannot be read: {error}; record it again") from error
     return GoldenPart(key, tuple(about["evaluated"]), batch, trace_from_bytes(found[f"{name}.arrow"]))
 
 
@@ -335,15 +335,15 @@ class GuardGolden(Protection):
         self._training, self._engine, self._dims = training, engine, dims
         self._world, self._copies, self._emit = training.host_group, training.copies, training.events.emit_on_rank_0
         self._settings, self._repeats = settings.golden, settings.sdc.repeats
-        assert settings.golden.path is not None, "else there is nothing to do"
-        self._path = Path(settings.golden.path)
+        assert settings.sdc.golden is not None, "else there is nothing to do"
+        self._path, self._interval = Path(settings.sdc.golden), settings.sdc.golden_interval
         self._cells = ParallelDims(dims.tensor, 1, dims.data * dims.pipeline, dims.rank)
         """Layout without stages, each of which is judged by itself, since it takes its inputs from the file."""
         self._first = True
         self._finite = FiniteRecorder()
         recorder = ResultRecorder(engine.module, training.watched, training.algorithm)
         recorder.listener = self._finite if settings.golden.record else None
-        off = f'golden.path: got "{self._path}"', "null"
+        off = f'sdc.golden: got "{self._path}"', "null"
         self._probe = BatchReplayer(engine.module, engine.device, recorder, settings.golden.seed, self._wanted, off)
         self._key: dict[str, Any] = {}
         self._part: GoldenPart | None = None
@@ -369,12 +369,12 @@ class GuardGolden(Protection):
         if self._settings.record:
             if first:
                 self._record(step)
-        elif first or step % self._settings.interval == 0:
+        elif first or step % self._interval == 0:
             yield from self._verify(step)
 
     def _begin(self) -> GoldenPart | None:
         if problems := seed_problems(self._engine.module):
-            raise ConfigError([f'golden.path: got "{self._path}", and {one}; set it to null.' for one in problems])
+            raise ConfigError([f'sdc.golden: got "{self._path}", and {one}; set it to null.' for one in problems])
         self._key = key_of(
             self._engine.module,
             self._training.watched,
@@ -408,7 +408,7 @@ class GuardGolden(Protection):
         if others:
             raise TraceError(
                 f"golden.record: rank {others[0]} computes other than the first replica: this hardware cannot be "
-                "trusted. Set golden.path to null; an audit says which rank is wrong"
+                "trusted. Set sdc.golden to null; an audit says which rank is wrong"
             )
         packed = on_all_ranks(self._training, lambda: pack(own) if self._dims.dp_rank == 0 else None)
         parts = self._gather_parts(packed)
@@ -431,12 +431,12 @@ class GuardGolden(Protection):
         if bad := self._finite.pop_first(self._dims):
             raise ConfigError(
                 f"golden.record: got true, and with seeded parameters {bad.address} is {bad.kind}, so that later "
-                "results say nothing; choose another golden.seed, or set golden.path to null."
+                "results say nothing; choose another golden.seed, or set sdc.golden to null."
             )
         if wrong := compare_run(trace, again, self._cells).finding.first:
             raise ConfigError(
                 f"golden.record: got true, and {wrong} is not the same when computed twice, so that it cannot be "
-                "compared; take it out by audit.submodules, or set golden.path to null."
+                "compared; take it out by audit.submodules, or set sdc.golden to null."
             )
         return GoldenPart(self._key, evaluated(self._engine.module), batch, trace)
 
@@ -455,15 +455,15 @@ class GuardGolden(Protection):
         assert self._part is not None, "it was read when the guard was attached"
         if other := set(evaluated(self._engine.module)) ^ set(self._part.evaluated):
             raise TraceError(
-                f"golden.path: {min(other)} was in training mode when {self._path} was recorded and is not now, or the "
-                "other way round; train as then, record it again, or set golden.path to null"
+                f"sdc.golden: {min(other)} was in training mode when {self._path} was recorded and is not now, or the "
+                "other way round; train as then, record it again, or set sdc.golden to null"
             )
         got, wanted = self._compute(self._part.batch), self._part.trace
         if got.addresses != wanted.addresses:
             pairs = set(got.addresses) ^ set(wanted.addresses)
             raise TraceError(
-                f"golden.path: the model computes other results than {self._path} has, such as "
+                f"sdc.golden: the model computes other results than {self._path} has, such as "
                 f"{min(map(str, pairs), default='the same ones in another order')}; record it again, or set "
-                "golden.path to null"
+                "sdc.golden to null"
             )
         return compare_run(wanted, got, self._cells)

@@ -6,23 +6,27 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.fields import secret_problems
-from megasdc.config.guard import GuardAlwaysOnSection, GuardSettings
+from megasdc.config.guard import EARLIER_NAMES, GuardAlwaysOnSection, GuardSettings
 from megasdc.config.read import apply_overrides, read_json
 from megasdc.config.schema import home_problems, remove_key, reset_warnings, sort_out, type_problems, unusable_problems
-from megasdc.config.sections import MegasdcSection, SuperviseSection
 
 logger = logging.getLogger(__name__)
 
 TRIAL_VARIABLE = "MEGASDC_GUARD_TRIAL"
 """Environment variable of a trial: JSON with ``folder`` and ``steps``. The guard then traces all steps to that folder,
 saves nothing, and ends the process after so many steps (``megasdc check-determinism``)."""
+WHY_NOT = {
+    "repair": "the step's micro-batches are the loop's, and cannot be run again for use",
+    "isolate": "the program would have to build its groups, model and data again on the ranks that go on",
+}
+"""Reasons why a guard does not have some policies."""
 FOREIGN = ("megasdc", "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
 """Keys that only configurations of runs or of DeepSpeed have."""
 
@@ -46,8 +50,7 @@ class ReproRun:
             update={
                 "logging": settings.logging.model_copy(update={"run_dir": self.folder}),
                 "audit": settings.audit.model_copy(update={"enabled": False}),
-                "golden": settings.golden.model_copy(update={"path": None}),
-                "sdc": settings.sdc.model_copy(update={"always_on": GuardAlwaysOnSection()}),
+                "sdc": settings.sdc.model_copy(update={"always_on": GuardAlwaysOnSection(), "golden": None}),
                 "trace": settings.trace.model_copy(update={"enabled": True, "interval": 1}),
             }
         )
@@ -75,27 +78,50 @@ def load_settings(
         needed = 'such as {"logging": {"run_dir": "runs/guarded"}}, see docs/guides/attach.md.'
         told = f"{', '.join(foreign)}: of files of runs or of DeepSpeed alone; needed: the file of a guard, {needed}"
         raise ConfigError([told], source)
-    before = copy.deepcopy(raw)
+    before, names = copy.deepcopy(raw), [text.partition("=")[0].strip() for text in overrides]
     problems += apply_overrides(raw, overrides, lambda _: None)
+    _rename_earlier(before, ())
+    _rename_earlier(raw, names)
     if run_dir is not None and isinstance(raw.get("logging", {}), dict):
         raw.setdefault("logging", {}).setdefault("run_dir", run_dir)
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
         remove_key(raw, path)
-    found = unusable_problems(raw) | type_problems(raw, GuardSettings, MegasdcSection) | secrets | home_problems(raw)
+    found = unusable_problems(raw) | type_problems(raw, GuardSettings) | secrets | home_problems(raw)
     problems += [one.text for one in found.values()]
     if not problems:
         settings = GuardSettings.model_validate(raw)
-        names = [text.partition("=")[0].strip() for text in overrides]
+        names = [EARLIER_NAMES.get(name, name) for name in names]
         reset, refused = sort_out(settings, raw, before, names, "", stored=False)
         for one in reset:
             remove_key(raw, tuple(one.path.split(".")))
         for warning in reset_warnings(reset, ""):
             logger.warning("%s", warning)
         settings = GuardSettings.model_validate(raw)
-        if not (problems := [one.text for one in refused] + _unsupported(settings.supervise)):
+        if not (problems := [one.text for one in refused] + _unsupported(settings)):
             return settings
     raise ConfigError(problems, source)
+
+
+def _rename_earlier(raw: dict[str, Any], overridden: Collection[str]) -> None:
+    """Give keys of earlier versions their names of now, in place; a file that has both is refused for the earlier one.
+
+    Args:
+        overridden: dotted paths of overrides, which are stronger than what the file has by the other name.
+    """
+    for old, new in EARLIER_NAMES.items():
+        (at, key), (to, name) = old.split("."), new.split(".")
+        if not isinstance(given := raw.get(at), dict) or key not in given:
+            continue
+        if not isinstance(target := raw.setdefault(to, {}), dict) or (
+            name in target and not {old, new} & {*overridden}
+        ):
+            continue
+        value = given.pop(key)
+        if key == "hang_after_s" and value == 0:  # nothing watches
+            name, value = "enabled", False
+        if new not in overridden:
+            target[name] = value
 
 
 def golden_problems(settings: GuardSettings, *, writes: bool) -> list[str]:
@@ -104,17 +130,17 @@ def golden_problems(settings: GuardSettings, *, writes: bool) -> list[str]:
     Args:
         writes: whether this process is the one that writes a golden file.
     """
-    golden = settings.golden
-    if golden.path is None:
+    path = settings.sdc.golden
+    if path is None:
         return []
-    if golden.record:
-        return recording_problems(golden.path) if writes else []
-    exists = _exists(golden.path)
+    if settings.golden.record:
+        return recording_problems(path) if writes else []
+    exists = _exists(path)
     if isinstance(exists, str):
         return [exists]
     if exists:
         return []
-    return [f"golden.path: there is no file {golden.path} on this host; record it by golden.record, or copy it here."]
+    return [f"sdc.golden: there is no file {path} on this host; record it by golden.record, or copy it here."]
 
 
 def recording_problems(path: Path | str) -> list[str]:
@@ -126,9 +152,9 @@ def recording_problems(path: Path | str) -> list[str]:
         return [existing(path)]
     folder = next(one for one in Path(path).absolute().parents if os.path.lexists(one))
     if not folder.is_dir():
-        return [f"golden.path: {path} cannot be written: {folder} is no folder; choose another path."]
+        return [f"sdc.golden: {path} cannot be written: {folder} is no folder; choose another path."]
     if not os.access(folder, os.W_OK | os.X_OK):
-        return [f"golden.path: {path} cannot be written: this user may not write to {folder}; choose another path."]
+        return [f"sdc.golden: {path} cannot be written: this user may not write to {folder}; choose another path."]
     return []
 
 
@@ -140,18 +166,21 @@ def _exists(path: Path | str) -> bool | str:
         return False
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        return f"golden.path: {path} cannot be looked at on this host: {why}; choose another path."
+        return f"sdc.golden: {path} cannot be looked at on this host: {why}; choose another path."
     return True
 
 
 def existing(path: Path | str) -> str:
     """Error message where a golden file is to be recorded and exists already."""
-    return f'golden.record: got true, and golden.path "{path}" exists; remove it, or set golden.record to false.'
+    return f'golden.record: got true, and sdc.golden "{path}" exists; remove it, or set golden.record to false.'
 
 
-def _unsupported(supervise: SuperviseSection) -> list[str]:
+def _unsupported(settings: GuardSettings) -> list[str]:
     """Problems of settings that megasdc supports only in its own runs, a sentence each."""
-    problems = []
+    supervise, problems = settings.supervise, list[str]()
+    for name, policy in settings.sdc.policy:
+        if policy in WHY_NOT:
+            problems.append(f'sdc.policy.{name}: got "{policy}"; allowed: "halt" or "warn", since {WHY_NOT[policy]}.')
     if supervise.min_hosts is not None:
         problems.append(
             f"supervise.min_hosts: got {supervise.min_hosts}; allowed: null, since only megasdc's own runs can go on "

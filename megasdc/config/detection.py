@@ -52,11 +52,6 @@ class IsolationSection(Section):
     )
 
 
-def default_budget(replicas: int) -> float:
-    """Largest share of a step's time that checks may take, unless another one is set."""
-    return 0.02 if replicas == 1 else 0.01
-
-
 class StepChecksSection(Section):
     """Checks of every step that a guard can make, too."""
 
@@ -114,16 +109,13 @@ class AlwaysOnSection(StepChecksSection):
     )
 
 
-class SdcSection(Section):
-    """Detection of silent data corruption: checks of every step, and what follows from any finding."""
+class ChecksSection(Section):
+    """Cost and repeats of checks, of a guard's too."""
 
-    at_resume = "applied"
-
-    always_on: AlwaysOnSection = section(AlwaysOnSection)
     budget: float | None = setting(
         None,
-        "With coverage auto: largest share of a step's time that checks and audits together may take, which the "
-        "coverage follows while the run goes on; null: 0.01, with one replica 0.02.",
+        "Largest share of a step's time that checks may take, of a run with coverage auto its audits too, which how "
+        "much they look at follows while the training goes on; null: 0.01, with one replica 0.02.",
         needs=tunes(ALWAYS_ON),
         gt=0,
         le=1,
@@ -131,6 +123,18 @@ class SdcSection(Section):
     repeats: PositiveInt = setting(
         5, "How often a disputed micro-batch is recomputed to tell persistent from other faults.", needs=tunes(CHECKS)
     )
+
+    def budget_of(self, replicas: int) -> float:
+        """``budget``, or its default for a number of replicas."""
+        return self.budget or (0.02 if replicas == 1 else 0.01)
+
+
+class SdcSection(ChecksSection):
+    """Detection of silent data corruption: checks of every step, and what follows from any finding."""
+
+    at_resume = "applied"
+
+    always_on: AlwaysOnSection = section(AlwaysOnSection)
     golden: str | None = setting(
         None,
         "Golden trace file that settles disputes and overrides the majority; null: where the referee does not decide, "
@@ -152,10 +156,6 @@ class SdcSection(Section):
     )
     policy: PolicySection = section(PolicySection)
     isolation: IsolationSection = section(IsolationSection)
-
-    def budget_of(self, replicas: int) -> float:
-        """``budget``, or its default for a number of replicas."""
-        return self.budget or default_budget(replicas)
 
 
 class AuditSection(Section):

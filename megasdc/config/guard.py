@@ -1,17 +1,21 @@
-"""Sections of a guard, the protection of a training that is not megasdc's own: the file of ``megasdc.attach``."""
+"""Sections of a guard, the protection of a training that is not megasdc's own: the file of ``megasdc.attach``.
+
+What a run's configuration has too has the same name and meaning there; what only runs can do is refused with why.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from megasdc.config.detection import PolicySection, StepChecksSection, default_budget
+from megasdc.config.detection import CHECKS, ChecksSection, Policy, PolicySection, StepChecksSection
 from megasdc.config.fields import (
+    ALWAYS_READ,
     NO_MATTER,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Section,
     asks,
@@ -20,11 +24,47 @@ from megasdc.config.fields import (
     tunes,
 )
 from megasdc.config.hooks import HookSpec
-from megasdc.config.sections import DeterminismSection, SuperviseSection
+from megasdc.config.sections import DeterminismSection, HangSection, SuperviseSection
 
-Policy = Literal["halt", "warn"]
-_CHECKS = "audit.enabled or golden.path or sdc.always_on.enabled"
-"""Settings of which at least one must be on for a finding, in the form of `Needs.settings`."""
+EARLIER_NAMES = {
+    "golden.path": "sdc.golden",
+    "golden.interval": "sdc.golden_interval",
+    "health.hang_after_s": "health.slow_floor_s",
+}
+"""Keys of earlier versions, and their names now; both are read."""
+_MEGASDC = "its loop, model, data and ranks are the program's"
+_SUBMODULES = "`audit.submodules` says which are recorded"
+RUNS_ONLY = {
+    "audit.granularity": "`audit.submodules` says which are compared",
+    "audit.micro_batch": "what it compares is always beside training",
+    "audit.verify_checkpoints": "when the loop saves is not known; an audit that agrees verifies what was saved before",
+    "sdc.always_on.recompute": "of training a guard sees what a trace and one product need; this needs every forward "
+    "result and its recomputation",
+    "sdc.always_on.chain": "it needs the numbers by which DeepSpeed's optimizer takes the norm and clips",
+    "sdc.always_on.finite": "`nonfinite.enabled` looks in each step",
+    "sdc.always_on.tokens": "it needs the file of the data, which the loop reads",
+    "sdc.always_on.coverage": "`sdc.budget` says how often checks look",
+    "sdc.always_on.granularity": "none of a guard's checks of every step observes submodules",
+    "sdc.golden_at_start": "the first step is always compared",
+    "sdc.isolation": "the others would have to build groups, model and data again, which the program would have to do",
+    **{f"trace.{name}": _SUBMODULES for name in ("granularity", "layers")},
+    **dict.fromkeys(("trace.phases", "trace.micro_batches", "trace.details"), "a guard records all that it can"),
+    "trace.algorithm": "it is the fastest for the device",
+    **{
+        f"golden.{name}": "the workload is the program's own model and batch"
+        for name in ("steps", "micro_batches", "micro_batch_size", "sequence_lengths", "seeds", "vocab_size")
+    },
+    "health.ping_interval": "between hosts nothing is measured while a program trains; `megasdc stress` does so before",
+    **{
+        f"logging.{name}": "the program reports its steps itself"
+        for name in ("progress_bar", "peak_tflops", "prometheus")
+    },
+    **dict.fromkeys(
+        ("model", "data", "parallel", "training", "checkpoint", "study", "drop_compute", "hooks"), _MEGASDC
+    ),
+    **dict.fromkeys(("faults", "process_faults", "delay"), "only megasdc's own runs inject them"),
+}
+"""Keys and sections of a run's configuration that a guard does not have, and why."""
 
 
 class GuardAuditSection(Section):
@@ -38,7 +78,7 @@ class GuardAuditSection(Section):
         None,
         "Patterns of the names of submodules whose results are compared, such as `*.mlp.*`; null: all without others "
         "inside, and attention.",
-        needs=tunes("audit.enabled or golden.path or trace.enabled"),
+        needs=tunes("audit.enabled or sdc.golden or trace.enabled"),
     )
     permuted: bool = setting(
         False,
@@ -50,18 +90,13 @@ class GuardAuditSection(Section):
 
 
 class GuardPolicySection(PolicySection):
-    """Actions after a finding, by verdict.
+    """Actions after a finding, by verdict: ``halt`` or ``warn``.
 
     halt: the step is not taken, an incident report is written, and all ranks exit with the corruption code.
     warn: an incident report is written, and training goes on.
     """
 
-    needs = asks(_CHECKS)
-
-    persistent: Policy = setting("halt", "The rank computes the same wrong value each time.")
-    intermittent: Policy = setting("halt", "The rank is wrong again, but not always or not equally.")
     not_reproduced: Policy = setting("warn", "The rank was right in all repeats; nothing of the audit is trained on.")
-    inconclusive: Policy = setting("halt", "Ranks differ, but none can be named.")
 
 
 class GuardAlwaysOnSection(StepChecksSection):
@@ -75,44 +110,38 @@ class GuardAlwaysOnSection(StepChecksSection):
     )
 
 
-class GuardSdcSection(Section):
+class GuardSdcSection(ChecksSection):
     """Checks of every step, and consequences of any finding."""
 
-    needs = tunes(_CHECKS)
+    needs = tunes(CHECKS)
 
     always_on: GuardAlwaysOnSection = section(GuardAlwaysOnSection)
-    budget: float | None = setting(
+    golden: str | None = setting(
         None,
-        "Largest share of the time of training that sums of rows and slices may take, which how often they look "
-        "follows while the training goes on; null: 0.01, with one replica 0.02.",
-        needs=tunes("sdc.always_on.enabled"),
-        gt=0,
-        le=1,
+        "Golden file, with whose trusted results for seeded parameters the model's are compared; null: none.",
+        needs=ALWAYS_READ,
+        min_length=1,
     )
-    repeats: PositiveInt = setting(5, "How often a disputed batch is computed again.")
+    golden_interval: PositiveInt = setting(
+        1000,
+        "Steps from one such comparison to the next; the first step is always compared.",
+        needs=tunes("sdc.golden"),
+    )
     referee: bool = setting(
         True,
         "Compute results that ranks disagree on in fp64, which names one of two that differ.",
     )
     policy: GuardPolicySection = section(GuardPolicySection)
 
-    def budget_of(self, replicas: int) -> float:
-        """``budget``, or its default for a number of replicas."""
-        return self.budget or default_budget(replicas)
-
 
 class GuardGoldenSection(Section):
-    """Comparison of the model's results for seeded parameters with those of trusted hardware."""
+    """The workload of the golden file."""
 
-    path: str | None = setting(None, "Golden file; null: nothing is compared.")
     record: bool = setting(
-        False, "Write the file in the first step, in place of comparing with it.", needs=asks("golden.path")
-    )
-    interval: PositiveInt = setting(
-        1000, "Steps from one comparison to the next; the first step is always compared.", needs=tunes("golden.path")
+        False, "Write the file in the first step, in place of comparing with it.", needs=asks("sdc.golden")
     )
     seed: NonNegativeInt = setting(
-        1234, "Of parameters, and of what the model draws itself.", needs=tunes("golden.path")
+        1234, "Of parameters, and of what the model draws itself.", needs=tunes("sdc.golden")
     )
 
 
@@ -151,32 +180,31 @@ class GuardLoggingSection(Section):
     )
 
 
-class GuardHealthSection(Section):
+class GuardHealthSection(HangSection):
     """Detection of hangs and stragglers with `megasdc run`, from the phases and steps that the guard reports."""
 
-    hang_after_s: NonNegativeFloat = setting(
-        900.0,
-        "Seconds without progress on any rank after which the run is stuck, and is ended, where phases are unknown or "
-        "were seldom timed yet; 0: nothing watches.",
-    )
-    hang_floor_s: PositiveFloat = setting(
-        60.0,
-        "Least such seconds in phases that were timed: ten times the 99th percentile of their durations.",
-        needs=tunes("health.hang_after_s"),
-    )
+    needs = tunes("health.enabled")
+
+    enabled: bool = setting(True, "Watch what each rank is doing, and end the run when it is stuck.", needs=ALWAYS_READ)
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = setting(
-        1.05, "A rank whose forward passes take so many times as long as those of its peers is a straggler; null: none."
+        1.05,
+        "A rank whose forward passes take so many times as long as those of its peers is a straggler, whoever has "
+        "started the ranks; null: none.",
+        needs=ALWAYS_READ,
     )
     alert_command: list[str] = setting(
         [],
         "Program and arguments, run without a shell for at most 10 s with each incident as JSON on standard input: a "
         "run that is stuck, a finding of corruption. Empty: none.",
         NO_MATTER,
+        tunes(f"health.enabled or {CHECKS}"),
     )
 
 
 class GuardSettings(Section):
     """The whole file, for `megasdc.attach` and `megasdc run` alike."""
+
+    of_runs_only: ClassVar[Mapping[str, str]] = RUNS_ONLY
 
     determinism: DeterminismSection = section(DeterminismSection)
     audit: GuardAuditSection = section(GuardAuditSection)

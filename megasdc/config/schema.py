@@ -54,20 +54,14 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def type_problems(raw: dict[str, Any], root: Root, of_runs: Root | None = None) -> dict[Path_, Problem]:
-    """Unknown keys, missing keys, wrong types and values out of range, by path.
-
-    ``of_runs``: where the file is no run's, the sections of a run, whose keys are refused as such.
-    """
+def type_problems(raw: dict[str, Any], root: Root) -> dict[Path_, Problem]:
+    """Unknown keys, missing keys, wrong types and values out of range, by path."""
     found: dict[Path_, Problem] = {}
     try:
         root.model_validate(raw)
     except ValidationError as error:
         for item in error.errors(include_url=False, include_input=False):
             path, info, annotation = locate_key(item["loc"], root)
-            if item["type"] == "extra_forbidden" and of_runs is not None and locate_key(path, of_runs)[1] is not None:
-                told = f"got {shown(value_at(raw, path))}, and is of megasdc's own runs alone; remove it."
-                found.setdefault(path, Problem((dotted(path),), told))
             found.setdefault(path, _as_problem(raw, path, item["type"], info, annotation, root))
     return found
 
@@ -142,6 +136,8 @@ def _default_remedy(raw: Any, path: Path_, info: FieldInfo | None) -> str:
 def _unknown_key(raw: Any, path: Path_, root: Root) -> Problem:
     name, key = dotted(path), str(path[-1])
     value = shown(value_at(raw, path))
+    if reason := getattr(root, "of_runs_only", {}).get(name):
+        return Problem((name,), f"got {value}, and is of megasdc's own runs alone: {reason}; remove it.")
     if name in REFUSED_KEYS:
         return Problem((name,), f"got {value}; not supported: {REFUSED_KEYS[name]}. Remove the key.")
     if name in REMOVED:

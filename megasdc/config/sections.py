@@ -293,11 +293,8 @@ class GoldenSection(Section):
     vocab_size: PositiveInt = setting(8192, "Entries of the vocabulary, instead of a tokenizer's.")
 
 
-class HealthSection(Section):
-    """Progress records of every rank, an agent on each host, hangs that are named and ended, and stragglers."""
-
-    at_resume = "applied"
-    needs = tunes("health.enabled=null or health.enabled=true")
+class HangSection(Section):
+    """Limits by which a training is stuck, of users' programs too."""
 
     enabled: bool | None = setting(
         None,
@@ -308,11 +305,20 @@ class HealthSection(Section):
         60.0, "Least seconds without any progress after which a run is stuck; `parallel.timeout_s` still holds."
     )
     slow_floor_s: PositiveFloat = setting(
-        900.0, "The same for starts, first steps, evaluations, saves, and phases that were seldom timed yet."
+        900.0,
+        "The same for starts, first steps, evaluations, saves, and phases that are unknown or were seldom timed yet.",
     )
     hang_factor: PositiveFloat = setting(
         10.0, "A phase may last this many times the 99th percentile of its durations in this run."
     )
+
+
+class HealthSection(HangSection):
+    """Progress records of every rank, an agent on each host, hangs that are named and ended, and stragglers."""
+
+    at_resume = "applied"
+    needs = tunes("health.enabled=null or health.enabled=true")
+
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = setting(
         1.05,
         "A rank whose micro-batches take so many times as long as those of its peers of the same stage is a straggler, "

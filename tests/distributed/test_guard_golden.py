@@ -120,13 +120,13 @@ def test_what_a_file_does_not_hold_for_is_refused(tmp_path: Path) -> None:
     golden = tmp_path / "trusted.golden"
     wanted = [
         ("rank 0 on ", f"{golden} does not exist; record one on trusted hardware", "golden.record true"),
-        ("golden.record: got true", f'golden.path "{golden}" exists', "remove it"),
+        ("golden.record: got true", f'sdc.golden "{golden}" exists', "remove it"),
         ("precision: golden 'fp32', here 'bf16'", "lm_head.weight: golden '[64, 32] torch.float32', here"),
         (
             "config.intermediate_size: golden 48, here 56",
             "submodule.model.layers.0.mlp.up_proj: golden 'Linear(in_features=32, out_features=48, bias=False)'",
         ),
-        ("seed: golden 1234, here 3", "set golden.path to null"),
+        ("seed: golden 1234, here 3", "set sdc.golden to null"),
         ("watched.lm_head: golden True, here None",),
         ("damaged",),
         ("model.layers.0.self_attn was in training mode", "record it again"),

@@ -56,7 +56,7 @@ def _phases(folder: str, stages: int) -> list[tuple[int, int, Phase]]:
     config = deepspeed_config(1, "fp32")
     engine = llama_engine(config) if stages == 1 else pipeline_engine(config, stages)
     rank = dist.get_rank()
-    health = ProgramHealth({"here": [0, 1]}, rank, Path(folder), "launch", (60, 900), (), lambda code, text: None)
+    health = ProgramHealth({"here": [0, 1]}, rank, Path(folder), "launch", (60, 900, 10), (), lambda code, text: None)
     found, recorder = [], health.recorder
 
     def noting(phase: Phase) -> Any:

@@ -25,7 +25,7 @@ from tools.hosts import Cluster, unavailable_reason
 REASON = unavailable_reason()
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).with_name("user_training.py")
-QUICK = {"health": {"hang_after_s": 8}, "supervise": {"pause_s": 1.0, "spare_test_s": 0, "returns": 0}}
+QUICK = {"health": {"slow_floor_s": 8}, "supervise": {"pause_s": 1.0, "spare_test_s": 0, "returns": 0}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,7 +129,7 @@ def test_what_cannot_be_launched_is_refused(folder: Path) -> None:
         (words(command=("--num_gpus", "2")), 78, "the following arguments are required: script"),
         ([sys.executable, "-m", "megasdc", "run", "--", "torchrun", "train.py"], 78, "need deepspeed's command line"),
         (words("--set", "supervise.min_hosts=2", command=("train.py",)), 70, "supervise.min_hosts: got 2"),
-        (words("--set", "health.hang_after=2", command=("train.py",)), 70, "hang_after_s"),
+        (words("--set", "health.slow_floor=2", command=("train.py",)), 70, "slow_floor_s"),
         (words("--supervise", command=("--hostfile", "h", "--num_gpus", "2", "train.py")), 78, "not with --supervise"),
     )
     for command, code, text in cases:
@@ -195,7 +195,7 @@ def supervise(hosts: Cluster, folder: Path, ranks: int, *script: str) -> tuple[s
     command = ("--hostfile", str(hosts.hostfile()), "--num_nodes", str(ranks), "train.py", "--steps", "30", *script)
     log = folder / "log"
     with open(log, "ab") as file:
-        options = ("--config", settings(folder), "--set", "health.hang_after_s=9", "--supervise")
+        options = ("--config", settings(folder), "--set", "health.slow_floor_s=9", "--supervise")
         argv = words(*options, command=command)
         return hosts.popen("node1", argv, cwd=str(folder), stdout=file, stderr=file), log
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.host import NAME_VARIABLE, make_own_folder, started_at
-from megasdc.config.sections import HealthSection
 from megasdc.ops.health.agent import AgentOptions
 from megasdc.ops.health.agent_process import AgentProcess
 from megasdc.ops.health.front.address import claim_front
@@ -39,7 +38,7 @@ class ProgramHealth:
         rank: this one.
         run_dir: folder of the run.
         launch_id: of this launch.
-        limits_s: least limits of phases that were timed, and of those of which nothing is known.
+        limits: ``hang_floor_s``, ``slow_floor_s`` and ``hang_factor``, see ``megasdc.config.sections``.
         alert_command: see ``megasdc.common.user_code``.
         leave: ends this process with an exit code, and the reason.
 
@@ -54,7 +53,7 @@ class ProgramHealth:
         rank: int,
         run_dir: Path,
         launch_id: str,
-        limits_s: tuple[float, float],
+        limits: tuple[float, float, float],
         alert_command: Sequence[str],
         leave: Leave,
     ) -> None:
@@ -81,8 +80,9 @@ class ProgramHealth:
         self._agent, self._starts = None, False
         if identity.local_rank == 0:
             front = claim_front(run_dir / "health", f"{launch_id}.{node}")
-            limits = (min(limits_s), limits_s[1], HealthSection().hang_factor, tuple(alert_command))
-            options = AgentOptions(self._folder, run_dir.resolve(), node, here, nodes, *limits, launch_id)
+            floor_s, slow_s, factor = limits
+            own = (min(floor_s, slow_s), slow_s, factor, tuple(alert_command))
+            options = AgentOptions(self._folder, run_dir.resolve(), node, here, nodes, *own, launch_id)
             self._agent, self._starts = AgentProcess(options, front, run), True
         self._watch = RankWatch(self._record, leave, self._check)
         _current.append(self)

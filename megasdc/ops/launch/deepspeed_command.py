@@ -82,7 +82,8 @@ class DeepSpeedCommand:
             backend=self.backend,
             launcher_args=self.launcher_args,
             program=UserProgram(
-                *(self.script, self.is_module, self.arguments, run_dir, health.hang_after_s, health.hang_floor_s),
+                *(self.script, self.is_module, self.arguments, run_dir),
+                *(health.enabled, health.hang_floor_s, health.slow_floor_s, health.hang_factor),
                 alert_command=tuple(health.alert_command),
                 wait_for_room_s=settings.logging.wait_for_room_s,
             ),

@@ -141,9 +141,9 @@ def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
         readable={} if program.is_module else {str(script): "make, copy or share it"},
         code=[] if program.is_module else [str(script)],
         writable=[str(run_dir)],
-        watched=program.hang_after_s > 0,
+        watched=program.watched,
         alert_command=program.alert_command,
-        hang_floor_s=program.hang_after_s,
+        hang_floor_s=program.slow_floor_s,
         wait_for_room_s=program.wait_for_room_s,
         is_users=True,
     )

@@ -18,15 +18,17 @@ class UserProgram:
         is_module: whether it is the latter.
         arguments: of the program.
         run_dir: folder of records, health and events.
-        hang_after_s: see ``megasdc.config.guard``, as the following.
+        watched: see ``enabled`` in the section `health` of ``megasdc.config.guard``, as the following.
     """
 
     name: str
     is_module: bool
     arguments: tuple[str, ...]
     run_dir: str
-    hang_after_s: float
+    watched: bool
     hang_floor_s: float
+    slow_floor_s: float
+    hang_factor: float
     alert_command: tuple[str, ...]
     wait_for_room_s: float
 

@@ -118,11 +118,11 @@ def _watch(
     settings: Mapping[str, Any], rank: int, run_dir: Path, leave: Callable[[int, str], None]
 ) -> ProgramHealth | None:
     """Watch this rank; without shared memory it trains nevertheless, with a warning."""
-    if settings["hang_after_s"] == 0:
+    if not settings["watched"]:
         return None
     slots, launch_id = json.loads(os.environ[SLOTS_VARIABLE]), os.environ[LAUNCH_ID_VARIABLE]
     try:
-        limits = settings["hang_floor_s"], settings["hang_after_s"]
+        limits = settings["hang_floor_s"], settings["slow_floor_s"], settings["hang_factor"]
         return ProgramHealth(slots, rank, run_dir, launch_id, limits, settings["alert_command"], leave)
     except (StorageError, OSError) as error:
         logger.warning("health: rank %d is not watched: %s", rank, error)

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from torch import nn
 from typer.testing import CliRunner
 
 import megasdc
 from megasdc.attached.engine import check_engine
-from megasdc.attached.settings import TRIAL_VARIABLE, golden_problems
+from megasdc.attached.settings import TRIAL_VARIABLE, golden_problems, load_settings
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
+from megasdc.config.fields import field_text, model_in
+from megasdc.config.guard import RUNS_ONLY, GuardSettings
 from megasdc.config.load import load_config
+from megasdc.config.sections import MegasdcSection
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +58,7 @@ def test_a_typo_is_found_without_an_engine(tmp_path: Path) -> None:
         ({"always_on": True}, 'sdc.always_on: got true; allowed: object, such as {"enabled": true}.'),
         (
             {"always_on": {"chain": True}},
-            "sdc.always_on.chain: got true, and is of megasdc's own runs alone; remove it.",
+            "sdc.always_on.chain: got true, and is of megasdc's own runs alone: it needs the numbers by which",
         ),
         (
             {"always_on": {"rowz": True}},
@@ -79,7 +83,7 @@ def test_a_golden_file_that_is_not_there_is_found_first(tmp_path: Path) -> None:
     """So is one that is there where it is to be recorded; on another host it may be otherwise."""
     golden = tmp_path / "trusted.golden"
     verifies = {"golden": {"path": str(golden)}}
-    with pytest.raises(ConfigError, match=f"golden.path: there is no file {golden}"):
+    with pytest.raises(ConfigError, match=f"sdc.golden: there is no file {golden}"):
         megasdc.check_settings(_written(tmp_path, **verifies))
     found = CliRunner().invoke(app, ["check-config", "--guard", str(_written(tmp_path, **verifies))])
     assert found.exit_code == 0 and f"there is no file {golden}" in found.output
@@ -102,7 +106,7 @@ def test_what_is_refused_first_is_what_attach_refuses(tmp_path: Path, monkeypatc
         megasdc.check_settings(checked)
     monkeypatch.setenv(TRIAL_VARIABLE, json.dumps({"folder": str(tmp_path / "trial"), "steps": 2}))
     found = megasdc.check_settings(records)
-    assert found.golden.path is None and found.logging.run_dir == str(tmp_path / "trial")
+    assert found.sdc.golden is None and found.logging.run_dir == str(tmp_path / "trial")
 
 
 def test_a_golden_path_that_cannot_be_used_is_a_problem_in_words(tmp_path: Path) -> None:
@@ -139,3 +143,64 @@ def test_a_plain_model_is_refused_with_what_can_be_guarded() -> None:
     assert all(part in str(caught.value) for part in parts)
     with pytest.raises(ConfigError, match=r"got builtins.tuple; needed: what deepspeed.initialize returns first"):
         check_engine((1, 2))
+
+
+def _fields(root: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """JSON values that each field allows, in words, by path."""
+    found: dict[str, str] = {}
+    for name, field in root.model_fields.items():
+        inner = model_in(field.annotation)
+        found |= {prefix + name: field_text(field)} if inner is None else _fields(inner, f"{prefix}{name}.")
+    return found
+
+
+OWN, GUARDS = _fields(MegasdcSection), _fields(GuardSettings)
+GUARD_ONLY = {"audit.submodules", "audit.seed", "sdc.referee", "golden.record", "golden.seed"}
+"""Keys that no run's configuration has, besides the section `nonfinite`."""
+OTHER_VALUES = {"health.enabled", "health.slow_ratio", "sdc.golden_interval"}
+"""Keys of both where one of them also allows null."""
+
+
+def test_a_key_of_both_files_allows_the_same_values() -> None:
+    """One vocabulary: what a guard's file has is what a run's configuration has, by name."""
+    assert {path for path in GUARDS if path not in OWN and not path.startswith("nonfinite.")} == GUARD_ONLY
+    assert {path for path in GUARDS if path in OWN and GUARDS[path] != OWN[path]} == OTHER_VALUES
+
+
+@pytest.mark.parametrize("path", [path for path in OWN if path not in GUARDS])
+def test_what_only_a_run_can_do_is_refused_with_the_reason(path: str) -> None:
+    """By its own name or its section's."""
+    names = path.split(".")
+    (refused,) = [one for one in RUNS_ONLY if path == one or path.startswith(f"{one}.")]
+    raw: dict[str, Any] = {"logging": {"run_dir": "r"}}
+    inner = raw
+    for name in names[:-1]:
+        inner = inner.setdefault(name, {})
+    inner[names[-1]] = 1
+    with pytest.raises(ConfigError) as caught:
+        load_settings(raw)
+    assert [one.startswith(f"{refused}: got ") and RUNS_ONLY[refused] in one for one in caught.value.problems] == [True]
+
+
+def test_policies_that_only_a_run_has_are_refused_with_the_reason() -> None:
+    """A step cannot be computed again, nor do the others go on without a replica."""
+    policy = {"persistent": "isolate", "inconclusive": "repair"}
+    with pytest.raises(ConfigError) as caught:
+        load_settings({"logging": {"run_dir": "r"}, "sdc": {"policy": policy}})
+    persistent, inconclusive = caught.value.problems
+    assert persistent.startswith('sdc.policy.persistent: got "isolate"; allowed: "halt" or "warn", since the program')
+    assert inconclusive.startswith('sdc.policy.inconclusive: got "repair"; allowed: "halt" or "warn", since the step')
+
+
+def test_keys_of_earlier_versions_are_read() -> None:
+    """With their values of then; an override by either name is stronger, and a file with both names is refused."""
+    earlier = {"logging": {"run_dir": "r"}, "golden": {"path": "g", "interval": 7}, "health": {"hang_after_s": 5.0}}
+    found = load_settings(earlier)
+    assert (found.sdc.golden, found.sdc.golden_interval, found.health.slow_floor_s) == ("g", 7, 5.0)
+    assert earlier["golden"] == {"path": "g", "interval": 7}, "what is passed is left as it is"
+    assert not load_settings({**earlier, "health": {"hang_after_s": 0}}).health.enabled
+    for name in ("sdc.golden", "golden.path"):
+        assert load_settings(earlier, [f"{name}=other"]).sdc.golden == "other"
+        assert load_settings({**earlier, "golden": {}, "sdc": {"golden": "g"}}, [f"{name}=other"]).sdc.golden == "other"
+    with pytest.raises(ConfigError, match=r"golden\.path: unknown key"):
+        load_settings({**earlier, "sdc": {"golden": "other"}})

@@ -204,7 +204,7 @@ def test_ranks_that_tell_each_other_nothing_have_a_folder_that_nobody_can_guess(
     """Its random part is in the environment that the launcher of their host gives them alone."""
     make_theirs(record_folder("launch.1.0", 0))
     monkeypatch.setenv(NAME_VARIABLE, "5eed" * 8)
-    health = ProgramHealth({"n0": [0, 1]}, 1, tmp_path, "launch", (60.0, 60.0), (), lambda code, message: None)
+    health = ProgramHealth({"n0": [0, 1]}, 1, tmp_path, "launch", (60.0, 60.0, 10.0), (), lambda code, message: None)
     try:
         (own,) = (folder for folder in shared.iterdir() if folder.name.count("5eed") == 8)
         assert is_own_folder(own) and record_path(own, 1).exists()

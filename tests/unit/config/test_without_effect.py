@@ -28,9 +28,9 @@ OF_COMMANDS = {
 """Beside a switch that does not concern them: golden traces are recorded with them."""
 
 SWITCHED_ON: dict[str, Any] = {
-    **dict.fromkeys(("sdc.golden", "golden.path", "checkpoint.archive.address", "supervise.ledger"), "x"),
+    **dict.fromkeys(("sdc.golden", "checkpoint.archive.address", "supervise.ledger"), "x"),
     **dict.fromkeys(("checkpoint.interval", "checkpoint.memory.interval", "supervise.returns"), 1),
-    **{"study.mode": "free_run", "health.hang_after_s": 1.0},
+    **{"study.mode": "free_run"},
 }
 """Of switches that are not true or false."""
 
@@ -116,7 +116,7 @@ def test_a_field_of_a_guard(path: str, caplog: pytest.LogCaptureFixture) -> None
     """The same in the file of a guard, whose audits are on unless they are turned off."""
     needs, value = GUARD[path][1], other_value(path, GuardSettings)
     raw: dict[str, Any] = {"logging": {"run_dir": "r"}, "audit": {"enabled": False}, "nonfinite": {"enabled": False}}
-    raw |= {"health": {"hang_after_s": 0.0}, "supervise": {"returns": 0, "spare_test_s": 0.0}}
+    raw |= {"health": {"enabled": False}, "supervise": {"returns": 0, "spare_test_s": 0.0}}
     put(raw, tuple(path.split(".")), value)
     if needs.refused:
         with pytest.raises(ConfigError, match="which has no effect with"):
@@ -137,7 +137,7 @@ def test_fields_beside_a_switch_say_what_they_need(root: type[MegasdcSection] | 
     paths = leaves(root, "")
     switched = [path.removesuffix("enabled") for path in paths if path.endswith(".enabled")]
     beside = {path for path in paths for prefix in switched if path.startswith(prefix) and path != f"{prefix}enabled"}
-    assert beside - known == (OF_COMMANDS if root is MegasdcSection else set())
+    assert beside - known == (OF_COMMANDS if root is MegasdcSection else {"health.slow_ratio"})
     for path, _, needs in relations(root, ""):
         for one in needs.settings:
             for other, _ in alternatives(one):

@@ -166,7 +166,7 @@ def test_a_program_that_knows_nothing_listens_on_loopback(tmp_path: Path) -> Non
     """Under ``megasdc run`` on one host, each time that it starts its group; its own stores are as it wants them."""
     (tmp_path / "train.py").write_text(PROGRAM)
     settings = {"name": "train.py", "is_module": False, "arguments": [], "run_dir": str(tmp_path)}
-    settings |= {"hang_after_s": 0, "hang_floor_s": 0, "alert_command": [], "wait_for_room_s": 60}
+    settings |= {"watched": False, "hang_floor_s": 0, "alert_command": [], "wait_for_room_s": 60}
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "MEGASDC_LAUNCH_ID": "a"}
     command = [sys.executable, "-m", "megasdc.ops.launch.user_program", json.dumps(settings)]

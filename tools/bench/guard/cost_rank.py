@@ -41,7 +41,7 @@ TRACE = "trace"
 SOMETIMES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "audit": (50, {"audit": {"interval": 1}}),
     "audit, permuted": (50, {"audit": {"interval": 1, "permuted": True}}),
-    "golden": (1000, {"golden": {"interval": 1}}),
+    "golden": (1000, {"sdc": {"golden_interval": 1}}),
 }
 """Steps of what acts now and then, and its sections here, where it acts in each step."""
 
@@ -99,7 +99,7 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
     costs = run_pairs(TRACE, sides, pairs, measure, messages.progress)
     _record(attach, train, folder)
     for name, (_, sections) in SOMETIMES.items():
-        path = {"golden": {**sections["golden"], "path": f"{folder}/file.golden"}} if "golden" in sections else {}
+        path = {"sdc": {**sections["sdc"], "golden": f"{folder}/file.golden"}} if "sdc" in sections else {}
         guard = attach(name, {**sections, **path})
         train(options.audits + 1)
         guard.close()
@@ -129,7 +129,7 @@ def _share(train: Callable[[int], None], clock: Clock) -> float:
 
 
 def _record(attach: Callable[..., Any], train: Callable[[int], None], folder: str) -> None:
-    guard = attach("record", {"golden": {"path": f"{folder}/file.golden", "record": True}})
+    guard = attach("record", {"sdc": {"golden": f"{folder}/file.golden"}, "golden": {"record": True}})
     train(1)
     guard.close()
 

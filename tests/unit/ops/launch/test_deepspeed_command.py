@@ -125,7 +125,7 @@ def test_a_process_that_a_script_forks_leaves_no_record(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     wrote = "os.path.exists('done/x/rank_00000.json')"
     script.write_text(f"import os, sys\nif os.fork() == 0:\n    sys.exit(5)\nos.wait()\nassert not {wrote}\n")
-    settings = {"name": str(script), "is_module": False, "arguments": [], "run_dir": str(tmp_path), "hang_after_s": 0}
+    settings = {"name": str(script), "is_module": False, "arguments": [], "run_dir": str(tmp_path), "watched": False}
     settings["wait_for_room_s"] = 0.0
     env = {**os.environ, "RANK": "0", LAUNCH_ID_VARIABLE: "x"}
     command = [sys.executable, "-m", user_program.__name__, json.dumps(settings)]
