@@ -33,6 +33,7 @@ from megasdc.train.report import Evaluator, Reporter, StartReport, build_writer
 from megasdc.train.stop import FolderWatch, LastLines, RoomWatch, SkipWatch, StopWatch
 
 if TYPE_CHECKING:
+    from megasdc.engine.observer import ObserverSwitch
     from megasdc.faults.drill import FaultDrill
     from megasdc.faults.stored import StateFaults
     from megasdc.lab.studies.hook import Study
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from megasdc.ops.health.hooks.stragglers import StragglerWatch
     from megasdc.sdc.slice_checks import SliceChecks
     from megasdc.train.detection.chain import Chain
-    from megasdc.train.detection.observe import ObserverSwitch
     from megasdc.train.detection.step_checker import StepChecker
     from megasdc.train.drop_compute import DropCompute
     from megasdc.train.gradient_bounds import GradientBounds
@@ -453,12 +453,14 @@ def _recording(start: Start, writer: MetricsWriter | None, study: Study | None) 
     asked = section.enabled or section.details
     if not asked and study is None and injector is None and detection is None:
         return Recording(None, None, None, None)
-    from megasdc.train.detection.observe import ObserverSwitch, watch_for_faults, watch_for_trace
-    from megasdc.train.detection.step_checker import build_search, watches_of
-    from megasdc.train.trace import DetailsRecorder, TraceRecorder, build_tracer
+    from megasdc.engine.observer import ObserverSwitch
+    from megasdc.train.trace import DetailsRecorder, TraceRecorder, build_tracer, watch_for_trace
 
-    config, run = start.config, start.run
-    watches = [] if injector is None else [watch_for_faults(injector, run.engine)]
+    config, run, watches = start.config, start.run, []
+    if injector is not None:
+        from megasdc.faults.drill import watch_for_faults
+
+        watches.append(watch_for_faults(injector, run.engine))
     if study is not None:
         watches += study.watches()
     if (tracer := build_tracer(section, run.engine)) is not None:
@@ -466,6 +468,8 @@ def _recording(start: Start, writer: MetricsWriter | None, study: Study | None) 
     if (details := DetailsRecorder(run) if section.details else None) is not None:
         watches.append(details.watch)
     if detection is not None:
+        from megasdc.train.detection.step_checker import build_search, watches_of
+
         watches += watches_of(detection)
     clock = None if detection is None else detection.budget.looks
     observation = ObserverSwitch(run.engine, watches, clock) if watches else None

@@ -1,12 +1,14 @@
 """Observation of every submodule's results on a rank, each with its address.
 
-Listeners are called in the order given: fault injection comes before recording.
+Listeners are called in the order given: fault injection comes before recording. One observer serves all of them, and is
+attached only in steps in which one listens (``ObserverSwitch``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -21,8 +23,8 @@ from megasdc.common.addresses import (
     UPDATE,
     Address,
 )
-from megasdc.engine.hooks import Hook
-from megasdc.model.submodules import Attachment, Submodule
+from megasdc.engine.hooks import Hook, Run
+from megasdc.model.submodules import Attachment, Submodule, list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 
 if TYPE_CHECKING:
@@ -160,3 +162,92 @@ class Observer(Hook):
                 if answer is not None:
                     changed = answer
         return changed
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A listener and the results that it needs.
+
+    Args:
+        wanted: returns the names of the submodules that it needs in a step, empty: none. The same on all ranks of a
+            tensor group.
+        gradients: whether it needs more than forward results of micro-batches.
+        harms: whether it changes results (fault injection); it does so in replays too.
+        replays: whether it gets results of a stage's replays, and no others.
+    """
+
+    listener: Listener
+    wanted: Callable[[int], Collection[str]]
+    gradients: bool = True
+    harms: bool = False
+    replays: bool = False
+
+
+class ObserverSwitch(Hook):
+    """Attaches an observer in the steps in which a watch needs results, and removes its hooks in the others.
+
+    The observer is called at this hook's place in the engine's order.
+
+    Args:
+        watches: called in this order for every result: fault injection before recording.
+        clock: measures the time of attaching and of all listeners; None: it is not measured.
+
+    Raises:
+        ConfigError: the submodules' results cannot be observed.
+    """
+
+    def __init__(
+        self, engine: TrainingEngine, watches: Sequence[Watch], clock: AbstractContextManager[None] | None = None
+    ) -> None:
+        self._engine = engine
+        self._clock = clock or nullcontext()
+        self._watches = tuple(watches)
+        self._submodules = list_submodules(engine.module)
+        self._observer: Observer | None = None
+        self._attached: tuple[frozenset[str], tuple[Watch, ...]] = (frozenset(), ())
+
+    def before_step(self, run: Run) -> None:
+        """Attach an observer for the results that this step's watches need."""
+        step = run.engine.step_number
+        wanted = {watch: frozenset(watch.wanted(step)) for watch in self._watches}
+        wanting = tuple(watch for watch in self._watches if wanted[watch])
+        with self._clock:
+            self._attach(frozenset().union(*wanted.values()), wanting)
+
+    @contextmanager
+    def everything(self, listener: Listener) -> Iterator[None]:
+        """Context in which one listener gets all results, instead of the step's listeners; fault injection stays.
+
+        Args:
+            listener: the listener, which changes no result.
+
+        Collective: none; but all ranks of a tensor group must do so together.
+        """
+        before = self._attached
+        harming = [watch for watch in before[1] if watch.harms]
+        self._attach(frozenset(one.fqn for one in self._submodules), (*harming, Watch(listener, lambda _: ())))
+        try:
+            yield
+        finally:
+            self._attach(*before)
+
+    def _attach(self, fqns: frozenset[str], wanting: tuple[Watch, ...]) -> None:
+        if (fqns, wanting) == self._attached:
+            return
+        self.close()
+        chosen = [one for one in self._submodules if one.fqn in fqns]
+        if chosen:
+            gradients = any(watch.gradients for watch in wanting)
+            listeners = [watch.listener for watch in wanting if not watch.replays]
+            again = [watch.listener for watch in wanting if watch.replays or watch.harms]
+            self._observer = Observer(
+                self._engine, chosen, listeners, gradients, after=self, clock=self._clock, of_replays=again
+            )
+        self._attached = (fqns, wanting)
+
+    def close(self) -> None:
+        """Remove every hook."""
+        if self._observer is not None:
+            self._observer.close()
+        self._observer = None
+        self._attached = (frozenset(), ())

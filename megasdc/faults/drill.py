@@ -10,12 +10,14 @@ from megasdc.checkpoint.files import step_folder
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.config.faults import CHECKPOINT, TOKENS, ProcessFaultSpec, expand_faults
 from megasdc.config.sections import MegasdcSection
-from megasdc.engine.engine import StepResult
+from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.observer import Watch
 from megasdc.events import EventLog, read_events
-from megasdc.faults.injector import Firing, Injector, why_unfired
+from megasdc.faults.injector import Firing, Injector, harmed_submodules, why_unfired
 from megasdc.faults.process import ProcessFaults
 from megasdc.faults.stored import HarmedBatches, harm_file
+from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 
 logger = logging.getLogger(__name__)
@@ -136,3 +138,9 @@ class FaultDrill(Hook):
                 "process fault %d never acted on ranks %s: its steps or micro-batches were not reached", index, ranks
             )
             run.events.emit(EVENT_KIND, "process_never_fired", step=run.step, spec=index, ranks=ranks)
+
+
+def watch_for_faults(injector: Injector, engine: TrainingEngine) -> Watch:
+    """The watch of fault injection: submodules that some spec may hit on some rank, in every step."""
+    names = frozenset(one.fqn for one in harmed_submodules(injector.specs, list_submodules(engine.module)))
+    return Watch(injector, lambda step: names, harms=True)

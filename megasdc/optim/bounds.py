@@ -56,6 +56,7 @@ from megasdc.events import EventLog
 from megasdc.optim.zero1 import (
     StepControl,
     accumulated_gradient,
+    clip_factor,
     counts_here,
     is_copied,
     loss_scale,
@@ -129,11 +130,6 @@ def limits_at(
         scale=scale,
         non_finite=rule.policy if rule.policy in (ZERO, BOUND) else "keep",
     )
-
-
-def clip_factor(norm: float, largest: float) -> float:
-    """Factor by which DeepSpeed's ZeRO-1 optimizers clip a gradient of this norm; ``largest`` 0: no clip."""
-    return min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
 
 
 @dataclass

@@ -244,6 +244,11 @@ def squared_norm(module: nn.Module, tp_rank: int) -> Tensor:
     return total
 
 
+def clip_factor(norm: float, largest: float) -> float:
+    """Factor by which DeepSpeed's ZeRO-1 optimizers clip a gradient of this norm; ``largest`` 0: no clip."""
+    return min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
+
+
 def loss_scale(engine: Any) -> float:
     """Factor of the gradients that an engine of DeepSpeed stores; 1 but with fp16."""
     return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0

@@ -1,4 +1,4 @@
-"""Small collectives between ranks: objects gathered and broadcast, equality over replicas, one agreement a step.
+"""Collectives between ranks: objects gathered, equality over replicas, tensors exchanged, one agreement a step.
 
 Objects are pickled, and who unpickles runs what the sender wants. The sockets of gloo and NCCL let in whoever reaches
 them; so where the launch has a secret (``megasdc.parallel.rendezvous``), what comes must be signed with it to be
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
@@ -211,6 +211,37 @@ def _numbers(one: Compared, dims: ParallelDims) -> dict[tuple[int, int], tuple[i
     signed = one.value - (1 << 64) if one.value >> 63 else one.value
     numbers[dims.pp_rank % stages, dims.tp_rank % parts] = signed, ~(0 if one.among == ANY else signed)
     return numbers
+
+
+class TensorExchange:
+    """Starts to send a tensor to each rank of a group, and to receive one from each.
+
+    Args:
+        sent: tensor for each rank of the group, [n], n may be 0; all of one type, on one device.
+        sizes: number of elements that are received from each rank.
+        group: None: this rank alone.
+
+    Collective: the group.
+    """
+
+    def __init__(self, sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        self._sizes = list(sizes)
+        self._sent = torch.cat(list(sent))
+        self._received = torch.empty(sum(sizes), dtype=self._sent.dtype, device=self._sent.device)
+        self._work: Any = None
+        if group is None:
+            self._received.copy_(self._sent)
+        else:
+            numbers = [one.numel() for one in sent]
+            self._work = dist.all_to_all_single(
+                self._received, self._sent, self._sizes, numbers, group=group, async_op=True
+            )
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Wait; returns the tensor received from each rank of the group."""
+        if self._work is not None:
+            self._work.wait()
+        return self._received.split(self._sizes)
 
 
 MAX, MIN = "max", "min"

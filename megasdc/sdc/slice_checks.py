@@ -20,7 +20,7 @@ from megasdc.common.addresses import REDUCED_GRAD, UPDATE, Address
 from megasdc.engine.hooks import Hook
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import clip_again, is_bf16_optimizer, master_partitions
-from megasdc.parallel.collectives import ANY, Compared, compare_replicas, gather_objects
+from megasdc.parallel.collectives import ANY, Compared, TensorExchange, compare_replicas, gather_objects
 from megasdc.sdc.budget import CheckBudget
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.host import Host, StepEngine
@@ -28,7 +28,7 @@ from megasdc.sdc.incident import Opinion, Outside
 from megasdc.sdc.referee.adam import AdamSettings, AdamSlice, adam_bounds, adam_step
 from megasdc.sdc.referee.referee import agreed, is_within, judge_rounding
 from megasdc.sdc.referee.rounding import Exact, mean_of
-from megasdc.sdc.slices import MISSES, GroupShard, ParameterPiece, Slice, Slices, TensorExchange, Turn
+from megasdc.sdc.slices import MISSES, GroupShard, ParameterPiece, Slice, Slices, Turn
 from megasdc.sdc.used_settings import SETTINGS, UsedSettings
 from megasdc.sdc.verdict import (
     ELSEWHERE,

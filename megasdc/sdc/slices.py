@@ -1,13 +1,9 @@
-"""Slices of all ranks' shards of an optimizer: their places, when each is due, and their exchange between ranks.
-
-``Slices`` has the elements of parameters that each rank owns. ``TensorExchange`` sends slices and blocks.
-"""
+"""Slices of all ranks' shards of an optimizer: their places, their elements of parameters, and when each is due."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -204,34 +200,3 @@ def _cut(optimizer: object, most: int) -> Iterator[Slice]:
                 at, room = at + count, room - count
     if parts:
         yield Slice(tuple(parts))
-
-
-class TensorExchange:
-    """Starts to send a tensor to each rank of a group, and to receive one from each.
-
-    Args:
-        sent: tensor for each rank of the group, [n], n may be 0; all of one type, on one device.
-        sizes: number of elements that are received from each rank.
-        group: None: this rank alone.
-
-    Collective: the group.
-    """
-
-    def __init__(self, sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None) -> None:
-        self._sizes = list(sizes)
-        self._sent = torch.cat(list(sent))
-        self._received = torch.empty(sum(sizes), dtype=self._sent.dtype, device=self._sent.device)
-        self._work: Any = None
-        if group is None:
-            self._received.copy_(self._sent)
-        else:
-            numbers = [one.numel() for one in sent]
-            self._work = dist.all_to_all_single(
-                self._received, self._sent, self._sizes, numbers, group=group, async_op=True
-            )
-
-    def finish(self) -> tuple[Tensor, ...]:
-        """Wait; returns the tensor received from each rank of the group."""
-        if self._work is not None:
-            self._work.wait()
-        return self._received.split(self._sizes)

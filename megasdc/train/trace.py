@@ -19,6 +19,7 @@ from megasdc.config.load import RunConfig
 from megasdc.config.sections import TraceSection
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.observer import Watch
 from megasdc.metrics.writer import DetailsWriter, ParameterDetails, SampleLosses, StepDetails
 from megasdc.model.kinds import LOSS_FQN
 from megasdc.model.submodules import list_submodules
@@ -26,7 +27,6 @@ from megasdc.optim.zero1 import Fragment, counts_here, loss_scale, owned_fragmen
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.tracer import Tracer, TrainingTrace, choose_submodules
 from megasdc.tensors.checksum import algorithm, default_algorithm
-from megasdc.train.detection.observe import Watch
 
 
 class TraceRecorder(Hook):
@@ -62,6 +62,12 @@ def build_tracer(section: TraceSection, engine: TrainingEngine) -> Tracer | None
     chosen = choose_submodules(list_submodules(engine.module), section.granularity, section.layers)
     checksums = default_algorithm(engine.device) if section.algorithm is None else algorithm(section.algorithm)
     return Tracer(checksums, section, [submodule.fqn for submodule in chosen])
+
+
+def watch_for_trace(tracer: Tracer) -> Watch:
+    """The watch of a tracer, in the steps that it records."""
+    names = tracer.fqns or frozenset()
+    return Watch(tracer, lambda step: names if tracer.records(step) else frozenset())
 
 
 def config_digest(config: RunConfig) -> str:

@@ -52,6 +52,7 @@ from megasdc.config.sections import (
 from megasdc.data.loader import EvalLoader
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.observer import Watch
 from megasdc.lab.studies.replica_link import ReplicaLink
 from megasdc.lab.studies.tables import describe_study, summarize_study
 from megasdc.model.loss import TokenLoss
@@ -63,7 +64,6 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ReplicaWorld
 from megasdc.parallel.rendezvous import Identity, prefix_store
 from megasdc.tensors.bits import as_bits, count_flips
-from megasdc.train.detection.observe import Watch
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megasdc.engine.engine import TrainingEngine
 from megasdc.optim.zero1 import BLOCK, counts_here, owned_fragments
-from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.slices import TensorExchange
+from megasdc.parallel.collectives import TensorExchange, gather_objects
 
 
 def ring_of(engine: TrainingEngine) -> tuple[dist.ProcessGroup | None, int, int]:

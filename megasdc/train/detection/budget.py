@@ -24,7 +24,7 @@ from megasdc.engine.engine import TrainingEngine
 from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import BLOCK, norms_have_equal_bits, owned_fragments
-from megasdc.parallel.collectives import compare_replicas
+from megasdc.parallel.collectives import TensorExchange, compare_replicas
 from megasdc.sdc.budget import CheckPlan
 from megasdc.sdc.cost import (
     FP32_BYTES,
@@ -41,7 +41,6 @@ from megasdc.sdc.coverage import Shape, render_coverage
 from megasdc.sdc.nonfinite import FiniteRecorder
 from megasdc.sdc.referee.recompute import LINEAR
 from megasdc.sdc.rows import PRODUCTS
-from megasdc.sdc.slices import TensorExchange
 from megasdc.sdc.trace import trace_digest
 from megasdc.sdc.tracer import Tracer
 from megasdc.tensors.checksum import default_algorithm, read_back

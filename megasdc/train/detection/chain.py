@@ -21,12 +21,12 @@ from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.model.submodules import list_submodules
-from megasdc.optim.bounds import clip_factor
 from megasdc.optim.zero1 import (
     MASTER,
     StateBlock,
     Used,
     blocks_of,
+    clip_factor,
     differing_state_blocks,
     finish_digests,
     grouped_parameters,

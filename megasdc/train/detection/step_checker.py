@@ -35,7 +35,7 @@ from megasdc.config.sections import TraceSection
 from megasdc.data.loader import Shared, StepBatches
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
-from megasdc.engine.observer import Listener
+from megasdc.engine.observer import Listener, ObserverSwitch, Watch
 from megasdc.engine.schedules import StageReplay
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.kinds import LOSS as LOSS_KIND
@@ -79,7 +79,7 @@ from megasdc.train.detection.findings import (
     is_found,
 )
 from megasdc.train.detection.golden_key import golden_key
-from megasdc.train.detection.observe import NonFiniteSearch, ObserverSwitch, Watch
+from megasdc.train.detection.nonfinite import NonFiniteSearch
 from megasdc.train.detection.rows import RowChecks
 from megasdc.train.signals import StopSignals
 
@@ -355,7 +355,7 @@ class StepChecker(Hook):
             self._check_golden(run)
         self._auditing = self.is_audit(step)
         if self.search is not None:
-            self.search.begin()
+            self.search.place = None
         self.budget.begin(step)
         self._covered = self.budget.looked_at(step)
         if self.rows is not None:

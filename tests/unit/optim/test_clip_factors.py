@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from megasdc.optim.bounds import ClipFactors, clip_factor
+from megasdc.optim.bounds import ClipFactors
+from megasdc.optim.zero1 import clip_factor
 from megasdc.tensors.bound import bound_
 from megasdc.tensors.bound_limits import SUMS, ElementLimits
 

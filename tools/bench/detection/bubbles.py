@@ -15,9 +15,9 @@ from megasdc.config.sections import DeterminismSection
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
+from megasdc.engine.observer import ObserverSwitch
 from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.detection.budget import plan_checks
-from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.detection.step_checker import StepChecker, build_detection, watches_of
 from megasdc.train.signals import StopSignals
 from tools.bench.detection.options import BubblesOptions

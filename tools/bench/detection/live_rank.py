@@ -25,8 +25,9 @@ from megasdc.data.position import Position
 from megasdc.dropcompute.gate import ReplayedDecisions, ReplicaGate, StepDecisions, new_replica_group
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import Hook, Run, RunProgress
+from megasdc.engine.observer import ObserverSwitch, Watch
 from megasdc.events import Event, EventLog
-from megasdc.faults.drill import build_injector
+from megasdc.faults.drill import build_injector, watch_for_faults
 from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.stored import StateFaults
 from megasdc.model.randomness import mix
@@ -41,7 +42,6 @@ from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.budget import plan_checks
 from megasdc.train.detection.findings import EVENT_KIND
 from megasdc.train.detection.golden import Workload, workload_config
-from megasdc.train.detection.observe import ObserverSwitch, Watch, watch_for_faults
 from megasdc.train.detection.step_checker import build_detection, watches_of
 from megasdc.train.main import train
 from megasdc.train.signals import StopSignals

@@ -27,11 +27,11 @@ from megasdc.config.sections import DeterminismSection
 from megasdc.determinism import set_deterministic
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook
+from megasdc.engine.observer import ObserverSwitch
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.detection.budget import measure_rates, measure_speed, plan_checks
-from megasdc.train.detection.observe import ObserverSwitch
 from megasdc.train.detection.step_checker import StepChecker, build_detection, build_search, watches_of
 from megasdc.train.signals import StopSignals
 from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver, wait_for_device
