@@ -460,9 +460,10 @@ def _go_on(incident: Incident) -> Instruction:
     if incident.done != "halted":
         return Instruction("The run continues; no restart is needed.")
     is_lost = incident.script is not None and incident.script.fate == "skipped" and incident.tier == "reduction"
-    if is_lost and candidate is not None:
-        older = f"; the newest after which all replicas have agreed is {verified}" if verified else ""
-        return Instruction(f"Go on from {candidate}, the newest checkpoint: no parameter has changed{older}.")
+    if is_lost:
+        newest = f"{candidate or verified}, the newest checkpoint" if candidate or verified else "the newest checkpoint"
+        older = f"; the newest after which all replicas have agreed is {verified}" if candidate and verified else ""
+        return Instruction(f"Go on from {newest}: no parameter has changed by it{older}.")
     if incident.script is not None and verified is not None:
         newer = f"; newer ones, up to {candidate}, may hold what went wrong" if candidate else ""
         folder, tag = os.path.split(verified)
@@ -474,9 +475,10 @@ def _go_on(incident: Incident) -> Instruction:
     if incident.script is not None:
         agreed = incident.script.agreed
         if agreed == 1:
+            older = candidate or f"a checkpoint before step {incident.step}"
             return Instruction(
-                "Begin anew: all replicas have agreed before the first step alone, so that each checkpoint may hold "
-                "what went wrong."
+                f"All replicas have agreed before the first step alone. Begin anew, or go on from {older} and accept "
+                "that it may hold what went wrong."
             )
         newest = f"at most {agreed - 1} step{'s' * (agreed > 2)}" if agreed else "no step of this start"
         return Instruction(

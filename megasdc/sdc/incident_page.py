@@ -182,7 +182,7 @@ def _summary(incident: Incident) -> PageSection:
         told = _NOT_REPEATED
     told += f" {_BASES[incident.basis]}" if incident.flagged or incident.owners else ""
     if owners := incident.owners:
-        who, named = ("Rank", "owns it and is") if len(owners) == 1 else ("Ranks", "own it and are")
+        who, named = ("Rank", "owns the sum and is") if len(owners) == 1 else ("Ranks", "own sums and are")
         told += f" {who} {ranges(owners)} {named} not named alone, since no other rank has a right copy of the sum."
     flagged = [
         (

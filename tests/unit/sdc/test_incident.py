@@ -354,6 +354,9 @@ def test_a_page_of_a_guard_says_what_became_of_the_step(fate: StepFate | None, o
     assert outcome in text and ("nothing more was committed" in text) == (fate is None)
     assert (f"Go on from {one.newest_candidate}, the newest checkpoint" in text) == (fate == "skipped")
     assert "at most 0 steps" not in text and ("Begin anew" in text) == (fate != "skipped")
+    text = render_page(replace(one, newest_candidate=None), "x.json")
+    assert ("or go on from a checkpoint before step 120" in text) == (fate != "skipped")
+    assert ("Go on from the newest checkpoint: no parameter has changed" in text) == (fate == "skipped")
 
 
 @pytest.mark.parametrize(
@@ -395,7 +398,7 @@ def test_a_page_of_a_wrong_sum_names_its_owner_and_why_not_alone() -> None:
     )
     text = checked(render_page(one, "x.json")).text
     assert "over ranks 0-2 is wrong; rank 1 on host beta owns it" in headline(one)
-    assert "Rank 1 owns it and is not named alone, since no other rank has a right copy" in text
+    assert "Rank 1 owns the sum and is not named alone, since no other rank has a right copy" in text
     assert "9,930 elements that differ were computed in fp64" in text and "0 differ" not in text
     assert "column 8612, rounding explains at most a difference of 6.25e-10" in text
     assert "computed different results" not in text and "these ranks disagree" not in text
