@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, print_outcome, stdout_kept_clean
+from megasdc.cli.app import Json, print_outcome, stdout_to_stderr
 from megasdc.cli.golden import Faults, Minutes, Repeats, Timeout
 from megasdc.common.errors import MegasdcError
 
@@ -43,7 +43,7 @@ def verify(
     path = golden or library
     if path is None or (golden and library):
         raise typer.BadParameter("give either a golden file or --library DIR")
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from rich.console import Console
 
         from megasdc.common.program import runs_bar

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.cli.app import stdout_kept_clean
+from megasdc.cli.app import stdout_to_stderr
 from megasdc.common.errors import ConfigError
 from megasdc.common.program import run_program
 from megasdc.lab.studies.choices import Answers, Question, answer_questions, read_questions
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := [name for name in options.ask if name not in cells]:
         raise ConfigError([f"--ask: there is no cell {name!r}; there are {', '.join(cells)}." for name in unknown])
     questions = read_questions(options.questions) if options.questions else []
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         runs = tuned_runs(results, questions, options.ask)
     print(json.dumps([asdict(one) for one in runs], indent=2) if options.json else render(runs))
 

@@ -148,7 +148,7 @@ def run_slice(tests: Sequence[str], limit_s: float, workers: int = 1) -> Ran:
         text = log.read_text(encoding="utf-8", errors="replace")
         if process.returncode:
             print(text[-20_000:], flush=True)
-        results = _results(report) if report.exists() else _told(text)
+        results = _results(report) if report.exists() else _printed_outcomes(text)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     failed = tuple(one for one in tests if results.get(one, ("", ""))[0] == "failed")
     skipped = {one: results[one][1] for one in tests if results.get(one, ("", ""))[0] == "skipped"}
@@ -176,7 +176,7 @@ def _results(report: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _told(text: str) -> dict[str, tuple[str, str]]:
+def _printed_outcomes(text: str) -> dict[str, tuple[str, str]]:
     """The same from what pytest printed, of tests that had ended before it was ended itself."""
     found = {}
     for line in text.splitlines():
@@ -191,12 +191,12 @@ def _told(text: str) -> dict[str, tuple[str, str]]:
 def commit() -> str:
     """Commit of this checkout, with ``+`` where a file but the record was changed."""
 
-    def ask(*arguments: str) -> str:
+    def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    changed = ask("status", "--porcelain", "-uno", "--", ".", f":!{RECORD.relative_to(ROOT)}")
-    return ask("rev-parse", "--short=10", "HEAD") + "+" * bool(changed)
+    changed = git("status", "--porcelain", "-uno", "--", ".", f":!{RECORD.relative_to(ROOT)}")
+    return git("rev-parse", "--short=10", "HEAD") + "+" * bool(changed)
 
 
 def collect() -> list[str]:

@@ -50,7 +50,7 @@ def preserve_attributes(model: nn.Module) -> Iterator[None]:
 
     Sync: waits for the device, where tensors are kept.
     """
-    kept = _Kept(model)
+    kept = _AttributeCopies(model)
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ class _Untouchable:
         raise NotKept(self._what)
 
 
-class _Kept:
+class _AttributeCopies:
     """Copy of the state of a model's submodules, each object once."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -78,7 +78,7 @@ class StillBuffers:
         return trace_digest(self.trace(0, self._alike)), moved
 
     def differing(self) -> list[str]:
-        """Names of buffers that differ between replicas though nothing has written to them, after a ``look``.
+        """Names of buffers that differ between replicas though nothing has written to them, after a ``read``.
 
         A buffer that any rank has written to is not counted, such as statistics of a batch norm. Nor is one that has
         changed on more ranks than have it unchanged.

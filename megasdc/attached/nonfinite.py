@@ -320,7 +320,7 @@ class Meanings:
 
 
 @dataclass
-class _Told:
+class _LoggedWarning:
     """A warning: its text, the number of further steps in which it came again, and the last of these."""
 
     text: str
@@ -332,7 +332,7 @@ class Warnings:
     """Log warnings of findings: each once, then the number of its repeats, at the latest when Python ends."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[Any, ...], _Told] = {}
+        self._told: dict[tuple[Any, ...], _LoggedWarning] = {}
         weakref.finalize(self, _log_repeats, self._told)
 
     def warn(self, step: int, found: Explanation, lacks: Sequence[str]) -> None:
@@ -347,7 +347,7 @@ class Warnings:
         if found.origin is None and found.reproduced is None:
             text = f"{found.gradients} are NaN or Inf, and no micro-batch could be computed again"
         whole = "; ".join(filter(None, (text, meaning, *lacks)))
-        self._told[kind] = _Told(meaning if meaning is not None and of_data else f"first, {whole}", 0, step)
+        self._told[kind] = _LoggedWarning(meaning if meaning is not None and of_data else f"first, {whole}", 0, step)
         logger.warning("step %d: %s", step, whole)
 
     def log_repeats(self) -> None:
@@ -355,7 +355,7 @@ class Warnings:
         _log_repeats(self._told)
 
 
-def _log_repeats(told: dict[tuple[Any, ...], _Told]) -> None:
+def _log_repeats(told: dict[tuple[Any, ...], _LoggedWarning]) -> None:
     for one in told.values():
         if one.times:
             logger.warning("NaN or Inf again in %d more steps, the last is step %d: %s", one.times, one.last, one.text)

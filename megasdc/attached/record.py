@@ -153,7 +153,7 @@ class ResultRecorder:
                 self._register(parameter.register_hook(partial(self._add_gradient, name)))
 
     def detach(self) -> None:
-        """Remove every hook; the recorded trace stays until ``take``."""
+        """Remove every hook; the recorded trace stays until ``pop_trace``."""
         self._undo.close()
 
     @contextmanager

@@ -210,7 +210,7 @@ class GuardSlices(Protection):
             engine.buffered_allreduce_fallback = self._before_sum
         else:
             self._local = LocalGradients(optimizer, times)
-        self.unclipped = Unclipped(self._checks)
+        self.unclipped = UnclippedProtection(self._checks)
         budget.add(self._begin)
 
     @property
@@ -278,7 +278,7 @@ class GuardSlices(Protection):
             logger.warning("coverage of silent data corruption from now on:\n%s", "\n".join(table))
 
 
-class Unclipped(Protection):
+class UnclippedProtection(Protection):
     """Part of a guard that copies the gradient which the optimizer is about to clip; the last before the optimizer."""
 
     def __init__(self, checks: SliceChecks) -> None:

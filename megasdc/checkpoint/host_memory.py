@@ -48,7 +48,7 @@ from megasdc.parallel.dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 
-HELD_FILE = "held.json"
+SLOT_MANIFEST_FILE = "held.json"
 LINE_FILE = "line.json"
 GUESTS = "guests"
 """Name of the folder with the slots of other hosts' ranks."""
@@ -63,7 +63,7 @@ _APART = "~"
 """Separator before the random part of a folder's name; no host's name contains it."""
 
 
-class HeldFile(Record):
+class SlotFile(Record):
     """One file of a slot; ``tensors``: see ``megasdc.checkpoint.manifest.FileRecord``."""
 
     name: Inside
@@ -99,7 +99,7 @@ class SlotManifest(Record):
     layout: list[int]
     engine: dict[str, Any]
     versions: dict[str, str]
-    files: list[HeldFile]
+    files: list[SlotFile]
     finite_step: Count | None = None
 
 
@@ -196,7 +196,9 @@ def make_within(folder: Path, inner: Path) -> None:
 def find_slots(folder: Path, run: str | None) -> tuple[list[MemorySlot], list[str]]:
     """All valid slots of a run, and a message for each damaged one."""
     found, problems = [], []
-    for path in sorted([*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]):
+    for path in sorted(
+        [*folder.glob(f"rank_*/*/{SLOT_MANIFEST_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{SLOT_MANIFEST_FILE}")]
+    ):
         try:
             record = read_record(path, SlotManifest, SLOT_FORMAT_VERSION)
         except CheckpointError as error:
@@ -217,7 +219,10 @@ def forget(folder: Path, stays: Callable[[SlotManifest], bool] = lambda record: 
     Raises:
         OSError: a slot cannot be removed.
     """
-    for path in [*folder.glob(f"rank_*/*/{HELD_FILE}"), *folder.glob(f"{GUESTS}/rank_*/*/{HELD_FILE}")]:
+    for path in [
+        *folder.glob(f"rank_*/*/{SLOT_MANIFEST_FILE}"),
+        *folder.glob(f"{GUESTS}/rank_*/*/{SLOT_MANIFEST_FILE}"),
+    ]:
         try:
             if stays(read_record(path, SlotManifest, SLOT_FORMAT_VERSION)):
                 continue
@@ -425,21 +430,21 @@ class PartnerReplicas:
         name, text = message.get("slot"), message.get("record")
         if not (isinstance(name, str) and name.isidentifier() and isinstance(text, str)):
             raise WireError(f"{name!r} is no slot")
-        record: SlotManifest = read_text(Path(HELD_FILE), text, SlotManifest, SLOT_FORMAT_VERSION)
+        record: SlotManifest = read_text(Path(SLOT_MANIFEST_FILE), text, SlotManifest, SLOT_FORMAT_VERSION)
         slot = rank_folder(self._folder / GUESTS, record.rank) / name
         make_within(self._folder, slot)
-        (slot / HELD_FILE).unlink(missing_ok=True)
+        (slot / SLOT_MANIFEST_FILE).unlink(missing_ok=True)
         known = {file.name for file in record.files}
         for path in slot.iterdir():
             if path.name not in known:
                 path.unlink()
         right = [_receive_file(connection, slot / file.name, file) for file in record.files]
         if all(right):
-            write_durably(slot / HELD_FILE, text)
+            write_durably(slot / SLOT_MANIFEST_FILE, text)
         exchange.send_json({"right": all(right)}, _LARGEST_RECORD)
 
 
-def _receive_file(connection: socket.socket, path: Path, file: HeldFile) -> bool:
+def _receive_file(connection: socket.socket, path: Path, file: SlotFile) -> bool:
     """Receive a file into memory that is reused; returns whether it has the recorded digest."""
     digest = xxhash.xxh3_128()
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as opened:

@@ -31,12 +31,12 @@ import torch.distributed as dist
 from megasdc.checkpoint.files import hash_file, kind_of_file, rank_state_file, stage_file, step_folder
 from megasdc.checkpoint.host_memory import (
     GUESTS,
-    HELD_FILE,
     RESTORE,
     SLOT_FORMAT_VERSION,
-    HeldFile,
+    SLOT_MANIFEST_FILE,
     Lineage,
     MemorySlot,
+    SlotFile,
     SlotManifest,
     find_slots,
     make_within,
@@ -102,7 +102,7 @@ class _Slot(Snapshot):
         """
         self.is_whole = False
         make_within(self._top, self.folder)
-        (self.folder / HELD_FILE).unlink(missing_ok=True)
+        (self.folder / SLOT_MANIFEST_FILE).unlink(missing_ok=True)
 
     def prepare(self, files: Sequence[CapturedFile]) -> None:
         """Empty the slot, and allocate its memory."""
@@ -482,7 +482,7 @@ def _check(sources: Sequence[FileSource], place: FolderRanks) -> list[FileSource
     return [one for index, one in enumerate(sources) if index not in wrong]
 
 
-def _is_whole(folder: Path, file: HeldFile, advance: Callable[[int], None] | None = None) -> bool:
+def _is_whole(folder: Path, file: SlotFile, advance: Callable[[int], None] | None = None) -> bool:
     try:
         path = folder / file.name
         whole = path.stat().st_size == file.size_bytes and hash_file(path, advance) == file.xxh3_128
@@ -642,7 +642,7 @@ def _send(path: Path, size: int, to: int, group: dist.ProcessGroup | None) -> No
         raise failed
 
 
-def _receive(path: Path, told: HeldFile, sender: int, group: dist.ProcessGroup | None) -> None:
+def _receive(path: Path, told: SlotFile, sender: int, group: dist.ProcessGroup | None) -> None:
     """Receive a file and compare it with its digest; all of it is received even if it cannot be written."""
     failed: OSError | None = None
     for start in range(0, told.size_bytes, _CHUNK_BYTES):

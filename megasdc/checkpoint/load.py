@@ -47,15 +47,15 @@ from megasdc.checkpoint.tensor_files import ExtentReader
 from megasdc.checkpoint.verify import check_share
 from megasdc.checkpoint.views import (
     OPTIMIZER_SLOTS,
-    Origin,
     PieceError,
     States,
+    TensorSource,
     locate_states,
     locate_universal,
 )
 from megasdc.common.errors import CheckpointError
 from megasdc.config.deepspeed import precision_of
-from megasdc.model.sharding import Split, take_shard
+from megasdc.model.sharding import Split, shard_of
 from megasdc.optim.zero1 import Fragment, grouped_parameters, is_copied, master_partitions, owned_fragments
 from megasdc.parallel.dims import ParallelDims
 
@@ -341,10 +341,10 @@ def _targets(engine: Any, fragment: Fragment) -> dict[Any, Tensor]:
     return {"master": fragment.master} | {slot: states[slot] for slot in MOMENTS if slot in states}
 
 
-def _fill(target: Tensor, origin: Origin, offset: int, dims: ParallelDims, reader: ExtentReader) -> None:
+def _fill(target: Tensor, origin: TensorSource, offset: int, dims: ParallelDims, reader: ExtentReader) -> None:
     """Fill a fragment's state, [numel], from its origin; ``offset``: its first element in this tensor rank's shard."""
     if origin.split is not Split.REPLICATED:
-        shard = take_shard(origin.copy.read(), origin.split, dims.tensor, dims.tp_rank).reshape(-1)
+        shard = shard_of(origin.copy.read(), origin.split, dims.tensor, dims.tp_rank).reshape(-1)
         target.copy_(shard[offset : offset + target.numel()])
         return
     found, first = origin.copy.open(), offset - origin.first

@@ -47,7 +47,7 @@ from megasdc.checkpoint.writer_process import (
     act,
     describe_stored,
     directory,
-    explain,
+    error_result,
     lay_out,
     local_header,
     write_texts,
@@ -269,7 +269,7 @@ class OwnWriter:
         try:
             self._answer = tasks[type(task)](task)
         except Exception as error:  # whatever it is, this rank must tell the others
-            self._answer = explain(error)
+            self._answer = error_result(error)
 
     def poll_result(self) -> TaskResult:
         """Result of the last task."""

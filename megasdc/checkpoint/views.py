@@ -481,7 +481,7 @@ def open_deepspeed(path: Path) -> View:
 
 
 @dataclass(frozen=True)
-class Origin:
+class TensorSource:
     """Elements of a checkpoint from which a rank fills its part of a parameter's state.
 
     ``copy``: a run of the rank's own shard, flat, or the whole parameter; ``first``: index in the shard of the copy's
@@ -506,7 +506,7 @@ class States:
             values of each parameter group.
     """
 
-    origins: dict[tuple[str, Slot], Origin]
+    origins: dict[tuple[str, Slot], TensorSource]
     shapes: dict[str, list[int]]
     is_whole: bool
     stage: dict[str, Any]
@@ -547,7 +547,7 @@ def locate_universal(
         split = splits.get(name, Split.REPLICATED)
         for slot in UNIVERSAL_STATES:
             piece = replace(universal_piece(files, path, name, slot, shape), dtype=None)
-            origins[name, slot] = Origin(Copy(shape, ((piece,),)), split=split)
+            origins[name, slot] = TensorSource(Copy(shape, ((piece,),)), split=split)
     try:
         stage, _ = read_stage(files, path / stage_file(), WriterRank(), 0, 0)
         optimizer = files.load(path / UNIVERSAL_OPTIMIZER)
@@ -638,7 +638,7 @@ class _Opening:
         stages = self.layout.stages_for(dims)
         as_here = self.layout == Layout.of(dims)
         is_whole = self.layout.tensor != dims.tensor
-        origins: dict[tuple[str, Slot], Origin] = {}
+        origins: dict[tuple[str, Slot], TensorSource] = {}
         shapes: dict[str, list[int]] = {}
         first: dict[str, Any] = {}
         for numbers in stages:
@@ -666,7 +666,7 @@ class _Opening:
 
     def _origins_of(
         self, file: Path, optimizer: dict[str, Any], name: str, fragment: Fragment
-    ) -> Iterator[tuple[tuple[str, Slot], Origin]]:
+    ) -> Iterator[tuple[tuple[str, Slot], TensorSource]]:
         """Yield the origin of each state of a fragment in the file of the rank that had this one's place in the layout.
 
         The parameters are where they are here, however ZeRO-1 was configured to lay them.
@@ -680,11 +680,11 @@ class _Opening:
             keys = ("single_partition_of_fp32_groups", group) if slot == "master" else (*state, slot)
             stored = partial(self.files.tensor, file, "optimizer_state_dict", *keys)
             piece = Piece(file, WriterRank(), fragment.numel, stored, fragment.start, holds=holds)
-            yield (name, slot), Origin(Copy((fragment.numel,), ((piece,),)), fragment.offset)
+            yield (name, slot), TensorSource(Copy((fragment.numel,), ((piece,),)), fragment.offset)
 
     def _origins(
         self, dims: ParallelDims, stages: Sequence[int], group: int, shapes_of: list[dict[str, torch.Size]]
-    ) -> dict[tuple[str, Slot], Origin]:
+    ) -> dict[tuple[str, Slot], TensorSource]:
         """Origins of the states of one group of a stage's parameters, by the layout that ZeRO-1 gives them.
 
         ``stages``: numbers of the stage files of the tensor ranks that are read; ``shapes_of``: shapes of the group's
@@ -698,16 +698,16 @@ class _Opening:
             self._shards(*divmod(number, self.layout.tensor), group, shapes, needed)
             for number, shapes in zip(stages, shapes_of, strict=True)
         ]
-        found: dict[tuple[str, Slot], Origin] = {}
+        found: dict[tuple[str, Slot], TensorSource] = {}
         for name, slot in of_ranks[0]:
             split = self._split(name) if self.layout.tensor != dims.tensor else Split.REPLICATED
             shards = tuple(of_rank[name, slot] for of_rank in of_ranks)
             if split is Split.REPLICATED:
                 numel = sum(piece.numel for piece in shards[0])
-                found[name, slot] = Origin(Copy((numel,), (shards[0],)), max(0, start - begins[name]))
+                found[name, slot] = TensorSource(Copy((numel,), (shards[0],)), max(0, start - begins[name]))
             else:
                 shape = whole_shape(tuple(shapes_of[0][name]), split, self.layout.tensor)
-                found[name, slot] = Origin(Copy(shape, shards, split), split=split)
+                found[name, slot] = TensorSource(Copy(shape, shards, split), split=split)
         return found
 
     def _shards(

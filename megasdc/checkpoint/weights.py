@@ -44,7 +44,7 @@ from megasdc.common.errors import CheckpointError, ConfigError, DataError, Stora
 from megasdc.config.model import ModelSection, ffn_width, head_width, query_groups
 from megasdc.data.manifest import DataManifest
 from megasdc.data.tokenizer import checksum_tokenizer
-from megasdc.model.sharding import Split, join_shards, parameter_splits, split_name, take_shard, torch_name
+from megasdc.model.sharding import Split, join_shards, parameter_splits, shard_of, split_name, torch_name
 from megasdc.model.sizes import padded_vocab_size
 
 MODEL_FILE = "model.json"
@@ -404,7 +404,7 @@ def load_weights(
             value, split = whole[rest], splits[name]
             if split is Split.VOCABULARY:
                 value = pad_vocabulary(value[:vocab_size], padded)
-            value = take_shard(value, split, tensor, tp_rank)
+            value = shard_of(value, split, tensor, tp_rank)
             if value.shape != parameter.shape:
                 raise CheckpointError(
                     f"{weights.path}, {name}: has shape {list(value.shape)}, the model needs {list(parameter.shape)}"

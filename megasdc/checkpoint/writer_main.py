@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.host_memory import HELD_FILE, HeldFile, Partner, PartnerReplicas, SlotManifest
+from megasdc.checkpoint.host_memory import SLOT_MANIFEST_FILE, Partner, PartnerReplicas, SlotFile, SlotManifest
 from megasdc.checkpoint.records import write_record
 from megasdc.checkpoint.writer_process import (
     Act,
@@ -34,7 +34,7 @@ from megasdc.checkpoint.writer_process import (
     TaskResult,
     act,
     describe_stored,
-    explain,
+    error_result,
     seal,
     write_texts,
 )
@@ -80,7 +80,7 @@ def main(connection: Connection, parent: int, *, describes: bool) -> None:
         except TornError as error:
             answer = TaskResult(str(error))
         except Exception as error:  # whatever it is, the rank must be told
-            answer = explain(error)
+            answer = error_result(error)
         try:
             connection.send(replace(answer, took_s=time.monotonic() - began))
         except OSError:
@@ -151,14 +151,14 @@ def store(task: StoreTask) -> TaskResult:
         with _mapped(task.target / file.name, file) as view:
             _check(view, file)
     if task.held is not None:  # last of all
-        write_record(task.target / HELD_FILE, slot_manifest(task, stored))
+        write_record(task.target / SLOT_MANIFEST_FILE, slot_manifest(task, stored))
     return TaskResult(stored=stored)
 
 
 def slot_manifest(task: StoreTask, stored: list[StoredFile]) -> SlotManifest:
     """Record of a memory slot with its stored files."""
     files = [
-        HeldFile(name=one.name, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, tensors=one.described)
+        SlotFile(name=one.name, size_bytes=one.size_bytes, xxh3_128=one.xxh3_128, tensors=one.described)
         for one in sorted(stored, key=lambda one: one.name)
     ]
     return SlotManifest(**(task.held or {}), files=files)

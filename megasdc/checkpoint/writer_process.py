@@ -345,7 +345,7 @@ def act(task: Act) -> TaskResult:
     return TaskResult(deleted=deleted, failed=[problem for problem in problems.values() if problem is not None])
 
 
-def explain(error: Exception) -> TaskResult:
+def error_result(error: Exception) -> TaskResult:
     """Result of a task that an exception has ended."""
     from megasdc.checkpoint.ranks import describe_error
 
@@ -396,7 +396,7 @@ class WriterProcess:
             self._start()
 
     def send(self, task: Task) -> None:
-        """Give the writer a task, whose result ``answer`` returns; it is started first if it does not run.
+        """Give the writer a task, whose result ``poll_result`` returns; it is started first if it does not run.
 
         Raises:
             OSError: it cannot be started.

@@ -60,11 +60,11 @@ class Application(typer.Typer):
         """Register a command, as typer does."""
         register = super().command(name, cls=_Command, **options)
 
-        def keep(command: Any) -> Any:
+        def register_command(command: Any) -> Any:
             register(as_typer_takes_it(command))
             return command
 
-        return keep
+        return register_command
 
 
 app = Application(
@@ -231,25 +231,25 @@ def is_unexpected(record: logging.LogRecord) -> bool:
     return not expected
 
 
-def stdout_kept_clean() -> contextlib.AbstractContextManager[Any]:
+def stdout_to_stderr() -> contextlib.AbstractContextManager[Any]:
     """Send what is printed to standard error: DeepSpeed logs to whatever is standard output when it is imported."""
     return contextlib.redirect_stdout(sys.stderr)
 
 
 def print_text(result: Any, as_json: bool, text: str | None = None) -> None:
-    """Print a result as JSON, see ``plain``, or as text; None: what its ``render`` makes, of several one a line."""
+    """Print a result as JSON (``json_value``) or as text; None: what its ``render`` makes, of several one a line."""
     if as_json:
-        echo(json.dumps(plain(result), indent=2))
+        echo(json.dumps(json_value(result), indent=2))
     elif text is not None:
         echo(text)
     else:
         echo("\n".join(one.render() for one in (result if isinstance(result, list) else [result])))
 
 
-def plain(result: Any) -> Any:
+def json_value(result: Any) -> Any:
     """A result as JSON holds it: what its ``as_dict`` makes, or the fields of a dataclass; of a list each entry."""
     if isinstance(result, list):
-        return [plain(one) for one in result]
+        return [json_value(one) for one in result]
     if hasattr(result, "as_dict"):
         return result.as_dict()
     return asdict(result) if is_dataclass(result) and not isinstance(result, type) else result
@@ -259,7 +259,7 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
     """Print a result for people or as JSON, and then write it as JSON where that was asked for.
 
     Args:
-        result: see ``plain``.
+        result: see ``json_value``.
         render: writes it to a rich console: `render(result, console)`.
         out: file to write, or None.
         as_json: print JSON instead of rendering.
@@ -267,7 +267,7 @@ def print_result(result: Any, render: Callable[..., None], *, out: Path | None, 
     Raises:
         StorageError: the file cannot be written.
     """
-    text = json.dumps(plain(result), indent=2)
+    text = json.dumps(json_value(result), indent=2)
     if as_json:
         echo(text)
     else:

@@ -101,7 +101,7 @@ def pull(
 
 
 @archive_app.command("list", epilog="Example: megasdc archive list /backup/archive")
-def list_steps(address: Address, run: RunId = None, as_json: Json = False) -> None:
+def list_archive(address: Address, run: RunId = None, as_json: Json = False) -> None:
     """List the steps of each run, with size, time, layout, and whether moments are quantized.
 
     Exit code 72: a record is damaged, or parts are missing; all others are listed.
@@ -127,7 +127,7 @@ def list_steps(address: Address, run: RunId = None, as_json: Json = False) -> No
 
 
 @archive_app.command("verify", epilog="Example: megasdc archive verify /backup/archive")
-def verify(
+def verify_archive(
     address: Address,
     delete_damaged: Annotated[
         bool,

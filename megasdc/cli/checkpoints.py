@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from megasdc.cli.app import Json, app, input_argument, output_folder, print_text, stdout_kept_clean
+from megasdc.cli.app import Json, app, input_argument, output_folder, print_text, stdout_to_stderr
 from megasdc.common.errors import CheckpointError
 from megasdc.common.program import echo
 
@@ -19,7 +19,7 @@ CheckpointFolder = Annotated[
 
 
 @app.command("verify-checkpoint", epilog="Example: megasdc verify-checkpoint runs/smoke/checkpoints")
-def verify_checkpoint(
+def verify_checkpoint_command(
     folder: CheckpointFolder,
     checksums: Annotated[
         bool, typer.Option("--checksums/--no-checksums", help="Read every file; without: check only sizes and pickles.")
@@ -45,7 +45,7 @@ def verify_checkpoint(
 
 
 @app.command("inspect-checkpoint", epilog="Example: megasdc inspect-checkpoint runs/smoke/checkpoints/step_00000100")
-def inspect_checkpoint(
+def inspect_checkpoint_command(
     folder: Annotated[
         Path,
         input_argument(
@@ -73,7 +73,7 @@ def inspect_checkpoint(
 
 
 @app.command("manifest", epilog="Example: megasdc manifest runs/smoke/checkpoints/step_00000100 --out node1.manifest")
-def write_manifest(
+def write_manifest_command(
     path: Annotated[
         Path,
         input_argument(
@@ -120,7 +120,7 @@ def convert_checkpoint(
 
     Set megasdc.checkpoint.universal of the new run to the result.
     """
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.interchange.convert import convert_to_universal
         from megasdc.train.signals import exiting_on_signals
 

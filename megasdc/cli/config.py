@@ -92,7 +92,7 @@ def check_config(
         }
         echo(json.dumps(result, indent=2))
         return
-    _tell_verdict(file, warnings, notes, show)
+    _print_verdict(file, warnings, notes, show)
     if layout is not None:
         echo(_describe(layout), err=show)
         echo(_describe_memory(memory, device_memory_gib, unpredicted_because(config)), err=show)
@@ -113,7 +113,9 @@ def _check_guard(file: Path, overrides: Sequence[str], show: bool, as_json: bool
         result = {"ok": True, "source": str(file), "warnings": warnings, "notes": notes, "resolved": resolved}
         echo(json.dumps(result, indent=2))
         return
-    _tell_verdict(file, warnings, [*notes, "names of submodules and parameters not checked: they need the model"], show)
+    _print_verdict(
+        file, warnings, [*notes, "names of submodules and parameters not checked: they need the model"], show
+    )
     if show:
         echo(json.dumps(resolved, indent=2))
 
@@ -130,7 +132,7 @@ def _problems_as_json(file: Path, as_json: bool) -> Iterator[None]:
         raise typer.Exit(error.exit_code) from error
 
 
-def _tell_verdict(file: Path, warnings: Sequence[str], notes: Sequence[str], show: bool) -> None:
+def _print_verdict(file: Path, warnings: Sequence[str], notes: Sequence[str], show: bool) -> None:
     """With ``show`` standard output holds the file alone."""
     verdict = f"OK, with {len(warnings)} warning{'s' if len(warnings) > 1 else ''}" if warnings else "OK"
     echo(f"{file}: {verdict}", err=show)

@@ -16,7 +16,7 @@ from megasdc.cli.app import (
     input_argument,
     input_option,
     print_text,
-    stdout_kept_clean,
+    stdout_to_stderr,
 )
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, DataError
@@ -42,7 +42,7 @@ class RecordedStepsOptions:
         """Read them, with a progress bar unless ``quiet``."""
         from megasdc.common.program import progress_bars
 
-        with stdout_kept_clean(), progress_bars(quiet=quiet) as on_progress:
+        with stdout_to_stderr(), progress_bars(quiet=quiet) as on_progress:
             from megasdc.lab.report.step_times import load_step_times
 
             return load_step_times(self.run, self.first_step, self.last_step, on_progress)
@@ -96,7 +96,7 @@ def simulate_drops(options: SimulateOptions, output: Output) -> None:
 
     Planning only: what is drawn is compared with the closed forms of Giladi et al. (NeurIPS 2023, arXiv 2306.10598).
     """
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.common.program import progress_bars
         from megasdc.lab.planning.simulate import SimulationResults, simulate_thresholds
         from megasdc.lab.report.simulation_page import simulation_page
@@ -168,7 +168,7 @@ def threshold_of_run(
     output: Output,
 ) -> None:
     """Search the best threshold on the steps of a run in which nothing was dropped, as the run itself would."""
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.lab.report.run_threshold import search_run
         from megasdc.lab.report.threshold_page import threshold_page
 
@@ -183,7 +183,7 @@ def threshold_of_run(
 @dropcompute_app.command("times", epilog="Example: megasdc dropcompute times runs/smoke --figure times.html")
 def times_of_run(steps: RecordedStepsOptions, output: Output) -> None:
     """Show the compute time of each replica of a run, how often each was last, and why the others waited."""
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.lab.report.imbalance import report_times
         from megasdc.lab.report.times_page import times_page
 

@@ -19,7 +19,7 @@ from megasdc.cli.app import (
     input_option,
     output_option,
     print_outcome,
-    stdout_kept_clean,
+    stdout_to_stderr,
 )
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, TraceError
@@ -52,7 +52,7 @@ def golden_record(
     """
     from rich.console import Console
 
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.common.program import runs_bar
         from megasdc.config.load import load_config
         from megasdc.ops.golden.record import record_golden_trace
@@ -105,7 +105,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
     """
     from rich.console import Console
 
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.common.program import runs_bar
         from megasdc.ops.golden.drill import load_drill
         from megasdc.ops.golden.verify import verify_here

@@ -17,7 +17,7 @@ from megasdc.cli.app import (
     input_option,
     output_folder,
     print_text,
-    stdout_kept_clean,
+    stdout_to_stderr,
 )
 from megasdc.common.errors import CheckpointError, ConfigError, DataError
 from megasdc.common.program import at_home, echo
@@ -38,7 +38,7 @@ TokenizerOption = Annotated[
 
 
 @app.command("export-hf", epilog="Example: megasdc export-hf runs/smoke/checkpoints exported/smoke")
-def export_hf(
+def export_hf_command(
     source: WeightsFolder,
     out: Annotated[Path, typer.Argument(metavar="OUT", **output_folder(help="Folder to write."))],
     dtype: Annotated[
@@ -54,7 +54,7 @@ def export_hf(
     Learned positions with LayerNorm become GPT2LMHeadModel, rope with RMSNorm and a gated MLP LlamaForCausalLM; others
     are refused. Needs no GPU, and memory for two layers.
     """
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.interchange.export_hf import export_hf
         from megasdc.train.signals import exiting_on_signals
 
@@ -72,7 +72,7 @@ def export_hf(
 
 
 @app.command("import-hf", epilog="Example: megasdc import-hf exported/smoke imported/smoke")
-def import_hf(
+def import_hf_command(
     model: Annotated[
         str,
         typer.Argument(metavar="MODEL", callback=at_home, help="Folder of a GPT-2 or Llama model, or its hub name."),
@@ -82,7 +82,7 @@ def import_hf(
     as_json: Json = False,
 ) -> None:
     """Make initial weights from a Hugging Face model, for training at any layout; prints the `model` section for it."""
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.interchange.import_hf import import_hf
         from megasdc.train.signals import exiting_on_signals
 
@@ -164,7 +164,7 @@ def evaluate(
     if questions.choices is not None:
         _answer(source, questions, questions.choices, as_json)
         return
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.train.inference import evaluate_weights
 
         result = evaluate_weights(
@@ -180,7 +180,7 @@ def evaluate(
 
 def _answer(source: Path, options: QuestionOptions, file: Path, as_json: bool) -> None:
     """Print the answers of a model to the questions of a file."""
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.lab.studies.choices import evaluate_choices
 
         result = evaluate_choices(
@@ -190,7 +190,7 @@ def _answer(source: Path, options: QuestionOptions, file: Path, as_json: bool) -
 
 
 @app.command("generate", epilog='Example: megasdc generate runs/smoke/checkpoints --prompt "def " --max-tokens 40')
-def generate(
+def generate_command(
     source: WeightsFolder,
     prompt: Annotated[str, typer.Option("--prompt", help="Text to continue; empty: begin a document.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Maximum of tokens to add.")] = 64,
@@ -206,7 +206,7 @@ def generate(
 
     Keeps no cache: the whole text is recomputed for each token. The model sees the last max_positions tokens.
     """
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.train.inference import generate
 
         result = generate(

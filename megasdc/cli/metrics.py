@@ -13,7 +13,7 @@ from megasdc.common.program import progress_bars
 
 
 @app.command("export-metrics", epilog="Example: megasdc export-metrics runs/smoke --to tensorboard --out board")
-def export_metrics(
+def export_metrics_command(
     run_dir: Annotated[Path, input_argument(DataError, help="Run folder (megasdc.logging.run_dir).", missing=True)],
     to: Annotated[
         Literal["tensorboard", "wandb", "csv", "prometheus"],

@@ -15,7 +15,7 @@ from megasdc.cli.app import (
     output_folder,
     output_option,
     print_result,
-    stdout_kept_clean,
+    stdout_to_stderr,
 )
 from megasdc.common.errors import DataError
 from megasdc.common.program import echo
@@ -71,7 +71,7 @@ def report(
     but PNG and SVG could not be drawn; 71: a path holds no run, study, sweep or result of DropCompute,
     or they do not go together; 77: the page cannot be written, or a sweep has no tables yet.
     """
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.lab.report.run_pages.command import render_report, write_report
     from megasdc.common.program import progress_bars
 

@@ -128,7 +128,7 @@ class LaunchOptions:
 
 
 @app.command("launch", epilog="Example: megasdc launch --hostfile launch/hostfile.example --config configs/smoke.json")
-def launch(
+def launch_command(
     options: LaunchOptions,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
     as_json: Json = False,
@@ -191,7 +191,7 @@ def run(
 
 
 @app.command("check-determinism", epilog="Example: megasdc check-determinism --config configs/smoke.json --steps 3")
-def check_determinism(
+def check_determinism_command(
     config: Annotated[
         Path | None,
         input_option(

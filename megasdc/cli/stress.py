@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from megasdc.cli.app import Json, Out, app, input_option, print_outcome, stdout_kept_clean
+from megasdc.cli.app import Json, Out, app, input_option, print_outcome, stdout_to_stderr
 from megasdc.cli.golden import Timeout
 from megasdc.cli.options import option
 from megasdc.common.errors import LaunchError, TraceError
@@ -60,7 +60,7 @@ def stress(options: StressOptions, as_json: Json = False) -> None:
         )
     if options.resume and options.out is None:
         raise typer.BadParameter("--resume needs the --out FILE of the earlier call")
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.common.program import runs_bar
         from megasdc.ops.stress.record import record_stress
         from megasdc.ops.stress.run import stress_hosts as run_stress

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megasdc.cli.app import Json, app, input_argument, output_folder, print_result, print_text, stdout_kept_clean
+from megasdc.cli.app import Json, app, input_argument, output_folder, print_result, print_text, stdout_to_stderr
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError
 from megasdc.common.words import duration
@@ -55,7 +55,7 @@ def sweep(options: SweepOptions, as_json: Json = False) -> None:
         path = sweeps.write_slurm(opened, chosen)
         print_text({"submit": str(path), "runs": len(opened.plan.runs)}, as_json, f"submit with: bash {path}")
     elif options.task is not None:
-        with stdout_kept_clean():
+        with stdout_to_stderr():
             run = sweeps.run_task(opened, options.task)
         print_text({"run_id": run.run_id, "label": run.label}, as_json, f"finished {run.run_id}: {run.label}")
     else:
@@ -71,7 +71,7 @@ def _run(opened: Sweep, options: SweepOptions, as_json: bool) -> SweepTable:
     from megasdc.lab.sweeps.sweep import run_sweep
 
     console = Console(stderr=True, quiet=as_json)
-    with stdout_kept_clean(), progress_bars(console=console) as on_progress:
+    with stdout_to_stderr(), progress_bars(console=console) as on_progress:
         return run_sweep(
             opened,
             options.workers,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megasdc.cli.app import Json, Out, Overrides, app, input_argument, input_option, print_result, stdout_kept_clean
+from megasdc.cli.app import Json, Out, Overrides, app, input_argument, input_option, print_result, stdout_to_stderr
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, CorruptionError, DataError, LaunchError
 
@@ -45,7 +45,7 @@ def inspect_data(
     run_dir, config, world_size = options.run_dir, options.config, options.world_size
     if (run_dir is None) == (config is None) or (config is None) != (world_size is None):
         raise typer.BadParameter("give either a run folder, or --config FILE with --world-size N")
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.config.load import load_config
         from megasdc.lab.triage.step_data import Wanted, data_of_plan, data_of_run
         from megasdc.lab.triage.step_data_page import step_data_page
@@ -83,7 +83,7 @@ def triage(
     Exit code 0: nothing unusual, or the cause is data or optimizer; 73: hardware; 1: inconclusive; 71: no such step;
     72: no checkpoint leads to it; 78: a replay cannot be started; that of a replay that failed.
     """
-    with stdout_kept_clean():
+    with stdout_to_stderr():
         from megasdc.lab.triage.triage import triage_step
         from megasdc.lab.triage.triage_page import triage_page
         from megasdc.output.page import print_pages

@@ -357,13 +357,13 @@ def write_when_room(path: Path, text: str) -> bool:
             if not may_pass(error) or not _process.limit_s:
                 raise
             _process.files[path] = text
-            _keep(path, error)
+            _record_waiting(path, error)
             return False
         _process.mark(path, waits=False)
         return True
 
 
-def _keep(path: Path, error: OSError) -> None:
+def _record_waiting(path: Path, error: OSError) -> None:
     """Record that a file's content waits; a disk that fails is reported once, since its folder does not show it."""
     if error.errno in FAILS and str(path) not in _process.since:
         print_on_stderr(
@@ -568,7 +568,7 @@ class LineFile(io.TextIOBase):
         except OSError as error:
             if not may_pass(error) or not _process.limit_s:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
-            _keep(self.path, error)
+            _record_waiting(self.path, error)
 
     def _write(self) -> None:
         if self.closed:

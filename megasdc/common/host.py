@@ -495,7 +495,7 @@ class Waker:
 
     def __init__(self, limit_s: float, disk_s: float = DISK_S, *, polls: bool = False) -> None:
         self._limit_s, self._disk_s, self._polls = limit_s, disk_s, polls
-        self._held: dict[tuple[int, float], _Held] = {}
+        self._stopped: dict[tuple[int, float], _StoppedState] = {}
         self.given_up: set[int] = set()
         """Ids of processes that were killed and did not end."""
 
@@ -506,17 +506,17 @@ class Waker:
             key, state = (pid, process.create_time()), self._state(process)  # another process may have its id later
         except (psutil.Error, OSError):
             return ""
-        before, now = self._held.pop(key, None), time.monotonic()
+        before, now = self._stopped.pop(key, None), time.monotonic()
         if state is None:
             return ""
         if before is None or before.state != state or now - before.looked_at > PAUSE_S:
-            before = _Held(state, now, now)
+            before = _StoppedState(state, now, now)
         is_stopped = state == psutil.STATUS_STOPPED
         limit_s = self._limit_s if is_stopped else self._disk_s
         if now - before.since < limit_s or pid in self.given_up:
-            self._held[key] = replace(before, looked_at=now)
+            self._stopped[key] = replace(before, looked_at=now)
             return ""
-        self._held[key] = _Held(state, now, now, before.told + 1)
+        self._stopped[key] = _StoppedState(state, now, now, before.told + 1)
         what = _WHAT.get(state, "does not run")
         if is_stopped and not before.told:
             _send(pid, signal.SIGCONT)
@@ -538,7 +538,7 @@ class Waker:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StoppedState:
     """A process that does not run: its state, since when, time of the last check, and number of actions taken."""
 
     state: str

@@ -19,7 +19,7 @@ UNUSED = ("wandb", "torch.utils.tensorboard", "boto3")
 
 
 @contextmanager
-def imports_kept() -> Iterator[None]:
+def frozen_imports() -> Iterator[None]:
     """No automatic garbage collection inside; objects that exist at the end are never collected (``gc.freeze``).
 
     An import of one of ``UNUSED`` fails inside with ``ImportError``, unless it has been imported before.

@@ -71,7 +71,7 @@ def run_program(application: Callable[[], Any], name: str, unwritten: int = Stor
             code = CLOSED_PIPE
         else:
             code = unwritten
-            _say(name, f"{error.filename or 'the result cannot be written'}: {error.strerror or error}")
+            _print_error(name, f"{error.filename or 'the result cannot be written'}: {error.strerror or error}")
     if code in (CLOSED_PIPE, unwritten):
         _forget_output()
     sys.exit(code)
@@ -125,7 +125,7 @@ def _exit_code(application: Callable[[], Any], name: str) -> Any:
     try:
         _interruptible(application)
     except MegasdcError as error:
-        _say(name, str(error))
+        _print_error(name, str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -142,7 +142,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _say(name: str, text: str) -> None:
+def _print_error(name: str, text: str) -> None:
     with contextlib.suppress(OSError):  # the exit code reports it too
         print(printable(f"{name}: error: {without_credentials(text)}"), file=sys.stderr, flush=True)
 

@@ -213,7 +213,7 @@ class LockedFolders:
             lock.release()
 
 
-def take_lock(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock:
+def acquire_lock(folder: Path, holder: Holder, say: Say, ended: Collection[str] = ()) -> RunLock:
     """Lock a folder for a launch, and remove files that processes killed during a write have left there.
 
     Args:
@@ -255,9 +255,9 @@ def join_lock(folder: Path, holder: Holder, say: Say, ended: Collection[str] = (
     """Lock a folder unless a rank of this launch holds it: with node-local storage, each host has its own folder.
 
     Args:
-        folder: as in ``take_lock``.
+        folder: as in ``acquire_lock``.
         holder: this process, with the token of the launch.
-        say, ended: as in ``take_lock``.
+        say, ended: as in ``acquire_lock``.
 
     Returns:
         The lock; None where another rank of the launch has it.
@@ -271,7 +271,7 @@ def join_lock(folder: Path, holder: Holder, say: Say, ended: Collection[str] = (
         if (found := read_holder(folder)) is not None and found.token == holder.token:
             return None
         try:
-            return take_lock(folder, holder, say, ended)
+            return acquire_lock(folder, holder, say, ended)
         except LaunchError:
             # Another rank of this launch may hold the lock and be about to write its record.
             now = read_holder(folder)
@@ -285,7 +285,7 @@ def check_free(folder: Path, say: Say, ended: Collection[str] = ()) -> None:
 
     Args:
         folder: the folder, which need not exist.
-        say, ended: as in ``take_lock``.
+        say, ended: as in ``acquire_lock``.
 
     Raises:
         LaunchError: another launch is active there.
@@ -299,7 +299,7 @@ def check_free(folder: Path, say: Say, ended: Collection[str] = ()) -> None:
 
 
 @contextlib.contextmanager
-def others_kept_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]:
+def launches_locked_out(folder: Path, token: str | None, say: Say) -> Iterator[bool]:
     """Prevent launches from starting in a folder while this process writes there.
 
     Args:
@@ -470,7 +470,7 @@ def _lock_acl(folder: bytes, above: os.stat_result, owner: int) -> bytes:
     return folder[: _ACL_HEAD.size] + b"".join(_ACL_ENTRY.pack(*one) for one in sorted(found))
 
 
-def _is_held_by_readers(folder: Path, file: IO[str]) -> bool:
+def _is_locked_by_readers(folder: Path, file: IO[str]) -> bool:
     """Whether all holders of a lock are users who may not write in its folder; lock files of old versions let them.
 
     False where the system does not show it: a holder is on another host, in another PID namespace, or may be one of the
@@ -525,7 +525,7 @@ def _lock_or_refuse(folder: Path, file: IO[str], say: Say) -> bool | None:
             raise in_use(folder, found)
         if found is not None and not found.is_here:
             return False
-        if time.monotonic() > end and _is_held_by_readers(folder, file):
+        if time.monotonic() > end and _is_locked_by_readers(folder, file):
             say(f"{folder / LOCK_FILE} is locked by a user who may not write there, and left no record: replaced")
             return False
         if time.monotonic() > end:

@@ -365,7 +365,7 @@ class Door:
         address: address of this host on which it listens.
         secret: secret that callers must know.
         serve: function called with each caller's connection and hello, in a thread of its own; the connection is closed
-            when it returns. None: ``take`` returns them.
+            when it returns. None: ``accept`` returns them.
         say: function that gets one message when a stranger is refused first, and one when no descriptors are left.
 
     Raises:
@@ -440,7 +440,7 @@ class Door:
             except OSError as error:
                 if error.errno in _OF_A_CALLER:
                     continue
-                self._tell_once("exhausted", f"no further connection can be taken: {error.strerror}")
+                self._log_once("exhausted", f"no further connection can be taken: {error.strerror}")
                 if error.errno in _EXHAUSTED:
                     self._make_room((len(self._unknown) + 1) // 2)
                 self._closed.wait(PAUSE_S)
@@ -453,9 +453,9 @@ class Door:
             self._meeting += 1
         self._make_room(MAX_UNKNOWN)
         try:
-            threading.Thread(target=self._meet, args=(connection, client), name="caller", daemon=True).start()
+            threading.Thread(target=self._handshake, args=(connection, client), name="caller", daemon=True).start()
         except RuntimeError as error:  # no further thread
-            self._tell_once("exhausted", f"no further connection can be taken: {error}")
+            self._log_once("exhausted", f"no further connection can be taken: {error}")
             self._end_meeting(connection)
             connection.close()
             self._closed.wait(PAUSE_S)
@@ -475,7 +475,7 @@ class Door:
             self._meeting -= 1
             return self._unknown.pop(connection, None) is not None
 
-    def _meet(self, connection: socket.socket, client: str) -> None:
+    def _handshake(self, connection: socket.socket, client: str) -> None:
         hello, why = None, ""
         try:
             keep_alive(connection)
@@ -488,7 +488,7 @@ class Door:
         if hello is None or not stays:
             connection.close()
             why = why or "it was ended to make room"
-            self._tell_once("refused", f"refused a connection from {client}: {why}; further ones are not told")
+            self._log_once("refused", f"refused a connection from {client}: {why}; further ones are not told")
             return
         if self._serve is None:
             self._admitted.put((hello, connection))
@@ -499,7 +499,7 @@ class Door:
             except Exception:  # of this connection alone, which ends with it
                 logger.warning("connection from %s failed", client, exc_info=True)
 
-    def _tell_once(self, kind: str, text: str) -> None:
+    def _log_once(self, kind: str, text: str) -> None:
         with self._lock:
             if kind in self._told:
                 return

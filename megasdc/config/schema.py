@@ -276,8 +276,8 @@ def _find_idle(kind: type[BaseModel], value_at: ValueAt, given: Mapping[str, Any
         value = value_at(path)
         asked = value != field.get_default(call_default_factory=True, validated_data={})
         if needs.refused:
-            believed = _is_given(given, path) and not any(
-                wanted is not None or _is_given(given, other) for other, wanted in alternatives(unmet)
+            believed = _is_set(given, path) and not any(
+                wanted is not None or _is_set(given, other) for other, wanted in alternatives(unmet)
             )
             asked = (asked or (believed and bool(value))) and value is not None and value is not False
         if asked:
@@ -385,7 +385,7 @@ def _holds(value_at: ValueAt, setting: str) -> bool:
     return False
 
 
-def _is_given(given: Mapping[str, Any], path: str) -> bool:
+def _is_set(given: Mapping[str, Any], path: str) -> bool:
     at: Any = given
     for name in path.split("."):
         if not isinstance(at, Mapping) or name not in at:

@@ -118,11 +118,11 @@ class EpochDataset(GPTDataset):
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         folder = self.config.index_cache / self.unique_description_hash
-        documents, samples, shuffle = kept_index(folder, _INDEX_NAMES, self._build_in_memory, self.config.on_damage)
+        documents, samples, shuffle = cached_index(folder, _INDEX_NAMES, self._build_in_memory, self.config.on_damage)
         return documents, samples, shuffle
 
     def _build_in_memory(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        # Megatron warns that the index is not saved, which is intended: kept_index saves it.
+        # Megatron warns that the index is not saved, which is intended: cached_index saves it.
         upstream = logging.getLogger("megatron.core.datasets.gpt_dataset")
         level = upstream.level
         upstream.setLevel(logging.ERROR)
@@ -525,7 +525,7 @@ class BlendedTokens(torch.utils.data.Dataset):
         size = max(1, -(-self.num_samples // WINDOW_SAMPLES)) * WINDOW_SAMPLES
         # The sequence depends only on weights and size, so training and validation share its cached index.
         name = xxhash.xxh3_64_hexdigest(f"{self.weights} {size}".encode())
-        self._part_of, self._position_in_part = kept_index(
+        self._part_of, self._position_in_part = cached_index(
             self._cache / f"blend-{name}",
             ("part", "position"),
             lambda: blend_order(self.weights, size),
@@ -609,7 +609,7 @@ TOLD_S, POLL_S = 10.0, 0.05
 Arrays = tuple[np.ndarray, ...]
 
 
-def kept_index(
+def cached_index(
     folder: Path, names: Sequence[str], build: Callable[[], Arrays], on_damage: OnDamage = ignore_problem
 ) -> Arrays:
     """The arrays of a cached index, memory-mapped; built and saved if missing or damaged.

@@ -301,7 +301,7 @@ class _Lines:
         text = line.decode("utf-8", "surrogateescape")
         return (number, text.removeprefix(_BYTE_ORDER_MARK) if number == 1 else text) if number else None
 
-    def put_back(self, lines: Sequence[tuple[int, str]]) -> None:
+    def push_back(self, lines: Sequence[tuple[int, str]]) -> None:
         """Give back lines that were taken last."""
         self._back.extend(reversed(lines))
 
@@ -309,7 +309,7 @@ class _Lines:
         """The next line that is not blank, without the blanks around it; empty: there is none."""
         while (line := self.next_line()) is not None:
             if text := line[1].strip(_WHITESPACE):
-                self.put_back([line])
+                self.push_back([line])
                 return text
         return ""
 
@@ -388,14 +388,14 @@ def _read_on(
         except RecursionError:
             at, more, problem, is_open = number + len(taken), "", "it is nested too deeply", False
         else:
-            lines.put_back(taken[text.count("\n", 0, end) :])
+            lines.push_back(taken[text.count("\n", 0, end) :])
             return values, last
         if is_open and len(text) > lines.limit(number):
             more = f"; as a value over several lines it does not end within {lines.limit(number):,} characters"
         longer = lines.extend(number, text, taken) if is_open else None
         if longer is None:
             lines.failed(at + is_open, is_open)
-            lines.put_back(taken)
+            lines.push_back(taken)
             return [Unreadable(f"cannot be read as JSON: {problem}{more}")], None
         text = longer
 

@@ -84,7 +84,7 @@ class MicroBatchLoader:
         Raises:
             DataError: the stream has ended, or an id is outside the model's vocabulary; the position is unchanged.
         """
-        positions, after = self._take()
+        positions, after = self._next_samples()
         batch = self.read(positions)
         self.position = after
         return batch
@@ -92,7 +92,7 @@ class MicroBatchLoader:
     @property
     def next_positions(self) -> list[int]:
         """Positions in the stream of the samples of the next micro-batch, [b]."""
-        return self._take()[0]
+        return self._next_samples()[0]
 
     def read(self, positions: Sequence[int]) -> MicroBatch:
         """Read a micro-batch at these positions of the stream; this replica's own position does not change.
@@ -179,7 +179,7 @@ class MicroBatchLoader:
         together = self.position.order.together
         self.position = position_for(merged, self.dp_rank, self.dp_size, self.dataset, together)
 
-    def _take(self) -> tuple[list[int], Position]:
+    def _next_samples(self) -> tuple[list[int], Position]:
         return self.position.next_samples(
             self.micro_batch_size, self.dp_rank, self.dp_size, self.samples_per_epoch, self.skip
         )

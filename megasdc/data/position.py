@@ -108,7 +108,7 @@ class Position:
     def after(
         self, count: int, dp_rank: int, dp_size: int, epoch: int | None = None, skip: Sequence[range] = ()
     ) -> Position:
-        """The position after the next ``count`` samples; arguments of ``take``."""
+        """The position after the next ``count`` samples; arguments of ``next_samples``."""
         if not self.again and not skip:
             return Position(self.consumed + count, self.order)
         return self.next_samples(count, dp_rank, dp_size, epoch, skip)[1]

@@ -268,14 +268,14 @@ def _files_of_folder(root: Path, field: str, skipped: LeftOut) -> list[Path]:
     kinds = _kinds_of(others)
     if not paths:
         kinds += _kinds_of(left)
-        more = f" but {kinds.total()} {OTHER_KINDS} ({_told(kinds)}); {KINDS_REMEDY}" if kinds else ""
+        more = f" but {kinds.total()} {OTHER_KINDS} ({_most_frequent(kinds)}); {KINDS_REMEDY}" if kinds else ""
         first = next((f"; file {path} {found[0]}" for path in left if (found := problems.get(path))), "")
         raise DataError(f"folder {root} holds no file of a known kind ({_known_endings()}){more}{first}")
     for path in left:
         skipped.add(NOT_LINES, f"file {path}")
     if others:
         skipped[OTHER_KINDS] += len(others)
-        skipped.places[OTHER_KINDS] = [_told(kinds)]
+        skipped.places[OTHER_KINDS] = [_most_frequent(kinds)]
     return paths
 
 
@@ -344,7 +344,7 @@ def _kinds_of(paths: Iterable[Path]) -> Counter[str]:
     return Counter(ending or "without ending" for ending in endings)
 
 
-def _told(kinds: Counter[str]) -> str:
+def _most_frequent(kinds: Counter[str]) -> str:
     """The most frequent endings with their numbers."""
     told = [f"{kind} {count}" for kind, count in kinds.most_common(NUM_PLACES)]
     return ", ".join([*told, *(["..."] if len(kinds) > NUM_PLACES else [])])

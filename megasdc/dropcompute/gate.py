@@ -173,7 +173,7 @@ class ClockDecisions:
         """Whether the replica starts this micro-batch."""
         return self.time_left_s(micro_batch) > 0
 
-    def learn(self, record: StepRecord) -> None:
+    def update(self, record: StepRecord) -> None:
         """Update the expected duration with the times of a finished step."""
         if self._sigmas is None:
             return

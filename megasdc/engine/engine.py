@@ -347,10 +347,10 @@ class TrainingEngine(PipelineEngine):
     def _may_start(self, micro_batch: int) -> bool:
         assert self.gate is not None
         if self.decides:
-            self._tell_start(micro_batch, self.gate.time_left_s(micro_batch))
+            self._log_start(micro_batch, self.gate.time_left_s(micro_batch))
         return self.gate.may_start(micro_batch)
 
-    def _tell_start(self, micro_batch: int, time_left_s: float) -> None:
+    def _log_start(self, micro_batch: int, time_left_s: float) -> None:
         for hook in self.hooks:
             hook.before_start(self, micro_batch, time_left_s)
 
@@ -387,7 +387,7 @@ class TrainingEngine(PipelineEngine):
     def _run_forward(self, buffer_id: int) -> None:
         micro_batch = self._started
         if self.gate is None and self.decides and not self.is_replaying:
-            self._tell_start(micro_batch, math.inf)
+            self._log_start(micro_batch, math.inf)
         self._started += 1
         self._micro_batch_of_buffer[buffer_id] = micro_batch
         self._enter(micro_batch)

@@ -39,8 +39,8 @@ class StepRecord:
 class StepTimes(Hook):
     """Measures times between the engine's hook calls; must come before hooks that take time.
 
-    On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``take``, and
-    decisions are made on the host's clock, which ``wait_for`` keeps close to the device.
+    On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``pop_record``,
+    and decisions are made on the host's clock, which ``wait_for`` keeps close to the device.
 
     Args:
         now: returns seconds on a monotonic clock.
@@ -184,8 +184,8 @@ def mark(on_device: bool) -> Any:
 class TimeSplit(Hook):
     """Sums the time between the engine's hook calls.
 
-    On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``take``, so
-    that the host does not wait while steps run.
+    On CPU a mark is a reading of the clock. On CUDA it is an event on the current stream, read only in ``pop_seconds``,
+    so that the host does not wait while steps run.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -37,7 +37,7 @@ def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
         expand_faults(sections.faults),
         run.launch_dims,
         sections.model.hidden_size,
-        lambda firing: _tell(run.events, firing),
+        lambda firing: _emit(run.events, firing),
         vocab_size=run.loader.dataset.vocab_size,
     )
     if injector.wants(TOKENS):
@@ -56,14 +56,14 @@ def build_process_faults(sections: MegasdcSection, run: Run) -> ProcessFaults | 
         if event.fields["as_configured"] == names.get(event.fields["spec"])
     }
 
-    def tell(index: int, spec: ProcessFaultSpec, step: int, micro_batch: int | None) -> None:
+    def emit(index: int, spec: ProcessFaultSpec, step: int, micro_batch: int | None) -> None:
         said = {"spec": index, "fault": spec.kind, "phase": spec.phase, "as_configured": names[index]}
         run.events.emit(EVENT_KIND, "process", step=step, micro_batch=micro_batch, **said)
 
-    return ProcessFaults(sections.process_faults, run.launch_dims, tell, fired_before=told)
+    return ProcessFaults(sections.process_faults, run.launch_dims, emit, fired_before=told)
 
 
-def _tell(events: EventLog, firing: Firing) -> None:
+def _emit(events: EventLog, firing: Firing) -> None:
     address = firing.address
     events.emit(EVENT_KIND, "injected", step=address.step, micro_batch=address.micro_batch, **firing.fields())
 

@@ -106,7 +106,7 @@ class ProcessFaults(Hook):
         for index, spec, factor in self._slowness(phase, step, micro_batch):
             took = _time_on_device() - self._started_at
             if index not in self._told:
-                self._tell(index, spec, step, micro_batch)
+                self._emit(index, spec, step, micro_batch)
             time.sleep((factor - 1.0) * took)
 
     def _slowness(self, phase: str, step: int, micro_batch: int) -> list[tuple[int, ProcessFaultSpec, float]]:
@@ -121,10 +121,10 @@ class ProcessFaults(Hook):
             if spec.kind == "slow" or spec.phase != phase or index in self._told:
                 continue
             if in_steps(spec, step, micro_batch):
-                self._tell(index, spec, step, micro_batch)
+                self._emit(index, spec, step, micro_batch)
                 _do(spec)
 
-    def _tell(self, index: int, spec: ProcessFaultSpec, step: int, micro_batch: int | None) -> None:
+    def _emit(self, index: int, spec: ProcessFaultSpec, step: int, micro_batch: int | None) -> None:
         self._told.add(index)
         where = f"step {step}" + ("" if micro_batch is None else f", micro-batch {micro_batch}")
         logger.warning("injected fault: %s in phase %s at %s", spec.kind, spec.phase, where)

@@ -375,13 +375,13 @@ class WandbSink(Sink):
         self._run.define_metric("train/tokens")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._tell_incidents()
+        self._alert_incidents()
 
     def write(self, step: int, at: float, values: Values) -> None:
         """Log the line; W&B merges lines of one step."""
         numbers = {name: number_of_value(value) for name, value in values.items()}
         self._run.log({**numbers, "step": step, "_timestamp": at}, step=step)
-        self._tell_incidents()
+        self._alert_incidents()
 
     def close(self) -> None:
         """Report new incidents, and wait until W&B has sent everything.
@@ -389,7 +389,7 @@ class WandbSink(Sink):
         Raises:
             TimeoutError: W&B does not finish in time.
         """
-        self._tell_incidents()
+        self._alert_incidents()
         folder = Path(self._run.dir).parent
         if not _within(FINISH_S, self._finish):
             _kill_service()
@@ -397,7 +397,7 @@ class WandbSink(Sink):
                 _within(FORGET_S, self._teardown)
             raise TimeoutError(f"W&B has not taken all within {FINISH_S:g} s; `wandb sync {folder}` sends the rest")
 
-    def _tell_incidents(self) -> None:
+    def _alert_incidents(self) -> None:
         """Alert W&B of each incident that neither this start nor an earlier one has reported, and log its files."""
         found = [] if self._incidents is None else list_incidents(self._incidents)
         if not found:
@@ -405,11 +405,11 @@ class WandbSink(Sink):
         told: list[str] = json.loads(self._told_path.read_text()) if self._told_path.exists() else []
         for path in found:
             if path.name not in told:
-                self._tell(path.stem, read_incident(path))
+                self._alert(path.stem, read_incident(path))
                 told.append(path.name)
                 write_durably(self._told_path, json.dumps(told) + "\n")
 
-    def _tell(self, name: str, incident: IncidentFile) -> None:
+    def _alert(self, name: str, incident: IncidentFile) -> None:
         if incident.title == UNREADABLE:
             logger.warning("incident: %s", incident.text)
         self._run.alert(incident.title, incident.text, level=self._wandb.AlertLevel.ERROR, wait_duration=0)

@@ -136,7 +136,7 @@ def join_shards(shards: Sequence[Tensor], split: Split) -> Tensor:
     return torch.cat(list(shards), 1 if split is Split.ROW else 0)
 
 
-def take_shard(whole: Tensor, split: Split, tensor: int, tp_rank: int) -> Tensor:
+def shard_of(whole: Tensor, split: Split, tensor: int, tp_rank: int) -> Tensor:
     """The shard of a parameter for one tensor rank; the reverse of ``join``.
 
     Args:

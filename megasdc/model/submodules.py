@@ -173,13 +173,13 @@ class Attachment:
         if submodule.kind in _ROW:
             self._observe_row(fqn, module)
         else:
-            self._hold(module.register_forward_hook(lambda _m, _a, out: self._forward(fqn, "output", _first(out))))
+            self._register(module.register_forward_hook(lambda _m, _a, out: self._forward(fqn, "output", _first(out))))
         if submodule.kind == EMBEDDING or not self._gradients:  # token ids have no gradient
             return
         if submodule.kind in _COLUMN:
             self._move_column_collective(module)
         slots = ("query", "key", "value") if submodule.kind == CORE_ATTENTION else ("input",)
-        self._hold(module.register_forward_pre_hook(lambda _m, args: self._tap_inputs(fqn, slots, args)))
+        self._register(module.register_forward_pre_hook(lambda _m, args: self._tap_inputs(fqn, slots, args)))
 
     def _attach_loss(self, loss: Any) -> None:
         loss.observe = lambda slot, value: self._forward(LOSS_FQN, slot, value)
@@ -193,10 +193,10 @@ class Attachment:
 
     def _attach_activation(self, fqn: str, mlp: Any) -> None:
         """Observe an activation: its result is FC2's input; the gradient of its input is that of FC1's output."""
-        self._hold(mlp.linear_fc2.register_forward_pre_hook(lambda _m, args: self._forward(fqn, "output", args[0])))
+        self._register(mlp.linear_fc2.register_forward_pre_hook(lambda _m, args: self._forward(fqn, "output", args[0])))
         if not self._gradients:
             return
-        self._hold(
+        self._register(
             mlp.linear_fc1.register_forward_hook(lambda _m, _a, out: (self._tap(fqn, "input", out[0]), *out[1:]))
         )
 
@@ -238,7 +238,7 @@ class Attachment:
         if "disable_grad_reduce" in before:
             module.disable_grad_reduce = True
         self._undo.callback(vars(module).update, before)
-        self._hold(module.register_forward_pre_hook(lambda _m, args: (outside(args[0]), *args[1:])))
+        self._register(module.register_forward_pre_hook(lambda _m, args: (outside(args[0]), *args[1:])))
 
     def _tap_inputs(self, fqn: str, slots: tuple[str, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
         tapped = list(args)
@@ -254,9 +254,9 @@ class Attachment:
         return tap_gradient(value, lambda gradient: self._emit(BACKWARD, fqn, slot, gradient))
 
     def _on_weight_gradient(self, fqn: str, slot: str, parameter: nn.Parameter) -> None:
-        self._hold(parameter.register_hook(lambda gradient: self._emit(WEIGHT_GRAD, fqn, slot, gradient.detach())))
+        self._register(parameter.register_hook(lambda gradient: self._emit(WEIGHT_GRAD, fqn, slot, gradient.detach())))
 
-    def _hold(self, handle: Any) -> None:
+    def _register(self, handle: Any) -> None:
         self._undo.callback(handle.remove)
 
 

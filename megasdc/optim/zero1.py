@@ -446,7 +446,7 @@ class StepControl:
         return numbers if answer is None else answer
 
     def record(self, *, on: bool = True) -> None:
-        """Begin or stop to keep the numbers of each step's norm for ``take``; no bit of a step changes."""
+        """Begin or stop to keep the numbers of each step's norm for ``pop_used``; no bit of a step changes."""
         self._used = Used() if on else None
         self._follow()
 
@@ -493,7 +493,7 @@ class StepControl:
             norm = self._norm.float()
         else:
             norm = self._by_parts(self._norm_of_parts, lambda: self._norm_of_shards(norm_type))
-        self.used_norm = self._heard("total", norm)
+        self.used_norm = self._replaced("total", norm)
         return self.used_norm  # type: ignore[no-any-return]
 
     def _has_overflow(self, partition_gradients: bool = True) -> bool:
@@ -519,7 +519,7 @@ class StepControl:
                 return theirs
         return own
 
-    def _heard(self, slot: str, number: Tensor) -> Tensor:
+    def _replaced(self, slot: str, number: Tensor) -> Tensor:
         """The number, or the one that the listener returns instead; it is recorded."""
         answer = None if self._listener is None else self._listener(slot, number.detach().reshape(1))
         number = number if answer is None else answer.reshape(number.shape)
@@ -540,7 +540,7 @@ class StepControl:
             part = torch.zeros((), dtype=torch.float32, device=optimizer.device)
             if counted:
                 part = torch.stack([torch.linalg.vector_norm(one.double()) for one in counted]).pow(2.0).sum().float()
-            part = self._heard("part", part)
+            part = self._replaced("part", part)
             dist.all_reduce(part, group=optimizer.dp_process_group)
             optimizer._model_parallel_all_reduce(tensor=part, op=dist.ReduceOp.SUM)
             norms.append(part.pow(0.5))
@@ -555,7 +555,7 @@ class StepControl:
         scale = torch.as_tensor(float(optimizer.loss_scale), device=optimizer.device)
         if optimizer.clip_grad > 0.0:
             scale = torch.clamp(((norm / optimizer.loss_scale) + 1e-6) / optimizer.clip_grad, min=1.0) * scale
-        factor = self._heard("factor", 1.0 / scale)
+        factor = self._replaced("factor", 1.0 / scale)
         for shard in shards:
             shard.data.mul_(factor)
 
@@ -565,7 +565,7 @@ class StepControl:
         if closure is not None:
             raise NotImplementedError("a step with a closure is not supported")
         optimizer = self._optimizer
-        norm = self._heard("total", self._agreed_norm() if self._norm is None else self._norm.float())
+        norm = self._replaced("total", self._agreed_norm() if self._norm is None else self._norm.float())
         optimizer.overflow = self._skip or not math.isfinite(norm)
         if optimizer.overflow:
             optimizer._global_grad_norm = math.inf
@@ -577,7 +577,7 @@ class StepControl:
             zip(optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition, strict=True)
         )
         if optimizer.clip_grad > 0:
-            factor = self._heard("factor", _bf16_factor(optimizer, norm))
+            factor = self._replaced("factor", _bf16_factor(optimizer, norm))
             for _, gradient in shards if factor != 1 else ():
                 gradient.mul_(factor)
         for flat, gradient in shards:
@@ -600,7 +600,7 @@ class StepControl:
 
         def parts() -> Tensor:
             norm = torch.stack([one.detach().float().norm(2.0) for one in gradients]).pow(2.0).sum()
-            norm = self._heard("part", norm)
+            norm = self._replaced("part", norm)
             dist.all_reduce(norm, group=optimizer.mpu.get_model_parallel_group())
             norm = norm.pow(0.5)
             return torch.where(torch.isfinite(norm), norm, -1.0)

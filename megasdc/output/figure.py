@@ -235,7 +235,7 @@ def over_steps(
     ``drawn``: its layout; ``series``: the numbers of its curves; ``told``: whether the caption ends with what is
     thinned out or not finite.
     """
-    caption = (caption + (told_of(series) if told else "")).strip()
+    caption = (caption + (caption_notes(series) if told else "")).strip()
     return Figure(name, title, caption, traces, drawn, columns_of(series), on_steps=True)
 
 
@@ -259,7 +259,7 @@ def rule(colour: str, x: float | None = None, y: float | None = None, dash: str 
     return {"type": "line", **ends, "line": {"color": colour, "width": 1, "dash": dash}, **more}
 
 
-def told_of(series: Mapping[str, Series]) -> str:
+def caption_notes(series: Mapping[str, Series]) -> str:
     """Sentence for a caption on points that are thinned out or not finite; empty where there are none."""
     parts = []
     for name, one in series.items():

@@ -163,12 +163,12 @@ def free_port() -> int:
     Raises:
         MegasdcError: all are taken.
     """
-    with held_port() as port:
+    with reserved_port() as port:
         return port
 
 
 @contextmanager
-def held_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A free port, reserved inside; one other process that sets SO_REUSEADDR can listen there.
 
     Raises:

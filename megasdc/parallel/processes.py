@@ -236,7 +236,7 @@ class Fork:
 
 
 class _Passed:
-    """An open file on its way into a process that is being started; ``take`` gives its number there."""
+    """An open file on its way into a process that is being started; ``detach`` gives its number there."""
 
     def __init__(self, number: int) -> None:
         self._number = number

@@ -85,12 +85,12 @@ class PermutedResult:
     Args:
         trace: this rank's trace of them.
         again: computes them once more; returns this rank's trace.
-        learn: tries the micro-batch's operations again; returns whether more of them are no longer moved.
+        update: tries the micro-batch's operations again; returns whether more of them are no longer moved.
     """
 
     trace: Trace
     again: Callable[[], Trace]
-    learn: Callable[[], bool]
+    update: Callable[[], bool]
 
 
 class AuditFindings:
@@ -100,7 +100,7 @@ class AuditFindings:
         group: host group of all ranks.
         repeats: number of repeats of the work.
         referee: keeps results, and judges those that differ between replicas.
-        tell: writes an event of kind ``sdc``, from its name, step and fields.
+        emit: writes an event of kind ``sdc``, from its name, step and fields.
         asks: whether the referee is asked for opinions.
         sums: whether results may be sums over tensor ranks, or made of such sums; else each is of its rank alone.
     """
@@ -111,14 +111,14 @@ class AuditFindings:
         group: dist.ProcessGroup | None,
         repeats: int,
         referee: Referee,
-        tell: Callable[..., None],
+        emit: Callable[..., None],
         *,
         asks: bool = True,
         sums: bool = False,
     ) -> None:
         self._dims, self._group = dims, group
         self._repeats, self._referee, self._asks = repeats, referee, asks
-        self._tell, self._sums = tell, sums and dims.tensor > 1
+        self._emit, self._sums = emit, sums and dims.tensor > 1
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class AuditFindings:
             opinion = Opinion(address, {}, f"it has computed {ASKED} results in this step")
             if number < ASKED:
                 opinion = self._referee.judge(address, values, partial(self._repeat, work, place, values, audit))
-            self._tell("referee", step=work.step, **{**asdict(opinion), "address": str(address)})
+            self._emit("referee", step=work.step, **{**asdict(opinion), "address": str(address)})
             found.append((place, opinion))
         return found
 
@@ -183,7 +183,7 @@ class AuditFindings:
         Collective: all ranks of the world.
         """
         dims = self._dims
-        trace = moved.again() if moved.learn() else moved.trace
+        trace = moved.again() if moved.update() else moved.trace
         audit, elsewhere = (gather_traces(one, dims, self._group) for one in (work.trace, trace))
         runs = {rank: compare_run(one, elsewhere[rank], dims.at(rank)) for rank, one in audit.items()}
         verdicts = judge_cell({rank: [one.finding] for rank, one in runs.items()}, dims)
@@ -194,7 +194,7 @@ class AuditFindings:
         }
         for rank, difference in flagged.items():
             who = {"ranks": list(tensor_ranks(rank, dims))} if self._sums else {"rank": rank}
-            self._tell("finding", step=work.step, tier="permuted", **who, address=str(difference.address))
+            self._emit("finding", step=work.step, tier="permuted", **who, address=str(difference.address))
         pairs: dict[int, list[tuple[int, int] | None]] = {rank: [] for rank in flagged}
         own = flagged[dims.rank].address if dims.rank in flagged else None
         kept: list[Tensor | None] = []
@@ -214,7 +214,7 @@ class AuditFindings:
             if void[rank]:
                 reason = "two NaN have other bits, which no operation promises to keep"
                 address = str(difference.address)
-                self._tell("permuted_void", step=work.step, rank=rank, address=address, reason=reason)
+                self._emit("permuted_void", step=work.step, rank=rank, address=address, reason=reason)
         rulings = [
             replace(judge_recomputed(rank, one, pairs[rank], rank in work.earlier), basis=ELSEWHERE)
             for rank, one in flagged.items()
@@ -237,12 +237,12 @@ class AuditFindings:
     def _emit_finding(self, step: int, ballot: Ballot) -> None:
         for flag in ballot.flagged:
             who = {"ranks": list(tensor_ranks(flag.rank, self._dims))} if self._sums else {"rank": flag.rank}
-            self._tell("finding", step=step, tier="audit", **who, address=str(flag.address), basis=MAJORITY)
+            self._emit("finding", step=step, tier="audit", **who, address=str(flag.address), basis=MAJORITY)
         if ballot.dispute is not None:
             ranks = [rank for values in ballot.dispute.values for rank in values]
             if self._sums:
                 ranks = sorted({other for rank in ranks for other in tensor_ranks(rank, self._dims)})
-            self._tell("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
+            self._emit("finding", step=step, tier="audit", ranks=ranks, address=str(ballot.dispute.address))
 
     def _emit_overruled(self, step: int, ballot: Ballot, named: Mapping[int, str], golden: Mapping[int, bool]) -> None:
         """Report findings of the majority that were overruled, so that no event accuses a rank that is not named.
@@ -255,7 +255,7 @@ class AuditFindings:
             by = next((one for one in (REFEREE, OWN_CODE) if one in map(named.get, flag.against)), REPLAY)
             if golden.get(flag.rank) or not all(golden.get(rank, True) for rank in flag.against):
                 by = GOLDEN
-            self._tell("overruled", step=step, rank=flag.rank, address=str(flag.address), basis=by)
+            self._emit("overruled", step=step, rank=flag.rank, address=str(flag.address), basis=by)
 
 
 def difference_at(audited: Trace, moved: Trace, address: Address) -> Unrepeated:
@@ -382,14 +382,14 @@ class PermutableOps:
     Args:
         dims: layout and place of this rank.
         group: host group of all ranks.
-        tell: writes an event, from its kind, name and fields; called on rank 0 alone.
+        emit: writes an event, from its kind, name and fields; called on rank 0 alone.
 
     Attributes:
         without: operations that are not moved; None: not known yet.
     """
 
-    def __init__(self, dims: ParallelDims, group: dist.ProcessGroup | None, tell: Callable[..., object]) -> None:
-        self._dims, self._group, self._tell = dims, group, tell
+    def __init__(self, dims: ParallelDims, group: dist.ProcessGroup | None, emit: Callable[..., object]) -> None:
+        self._dims, self._group, self._emit = dims, group, emit
         self.without: Collection[Signature] | None = None
 
     def compute(self, step: int, work: Callable[[], T]) -> T:
@@ -437,7 +437,7 @@ class PermutableOps:
         not_kept = {" ".join(signature): vars(one) for signature, one in without.items()}
         if self._dims.rank:
             return
-        self._tell("audit", "permuted", step=step, moved=moved, left=left, not_kept=not_kept)
+        self._emit("audit", "permuted", step=step, moved=moved, left=left, not_kept=not_kept)
         logger.info("permuted replay: %d of %d operations move", moved.total(), moved.total() + left.total())
         for signature, one in without.items():
             logger.warning(

@@ -233,7 +233,7 @@ class Explanation:
         )
 
 
-def explain(
+def explain_origins(
     before: Sequence[NonFiniteOrigin | None],
     after: Sequence[NonFiniteOrigin | None] | None,
     order: Sequence[str],
@@ -287,7 +287,7 @@ def find_first(
             after = [one for one, _ in of_ranks]
         if after is not None and any(after):
             break
-    return explain([one for one, _ in before], after, order, host.dims), lacks
+    return explain_origins([one for one, _ in before], after, order, host.dims), lacks
 
 
 def _result(origin: NonFiniteOrigin | None) -> NonFinite | None:

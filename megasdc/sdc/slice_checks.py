@@ -474,7 +474,7 @@ SHOWN = 16
 """Largest number of an update's elements that an event names one by one."""
 Act = Callable[[int, Callable[[Collection[int]], Finding]], bool]
 """Settles a finding, from its step and a function that rules, given the ranks wrong before; whether it is repaired."""
-Tell = Callable[[dict[str, str]], None]
+ReportWeaker = Callable[[dict[str, str]], None]
 """Reports exact checks that are within a tolerance from now on: a text on each, by phase."""
 
 
@@ -559,7 +559,7 @@ class SliceChecks(Hook):
     Args:
         size: largest number of elements of a slice.
         act: settles findings.
-        tell: reports where a check is no longer exact.
+        report: reports where a check is no longer exact.
         budget: decides which steps look at a slice, and measures the time.
         names: returns full name and slot of each parameter of an engine, by its id.
 
@@ -574,13 +574,13 @@ class SliceChecks(Hook):
         self,
         size: int,
         act: Act,
-        tell: Tell,
+        report: ReportWeaker,
         budget: CheckBudget,
         used: UsedSettings,
         checkable: Checkable,
         names: Callable[[Any], dict[int, tuple[str, str]]] = names_of_submodules,
     ) -> None:
-        self._size, self._act, self._tell, self._budget, self._used = size, act, tell, budget, used
+        self._size, self._act, self._report, self._budget, self._used = size, act, report, budget, used
         self._checkable, self._names_of = checkable, names
         self.found: Hook = ReducedGradientCheck(self)
         self.unclipped: Hook = Unclipped(self)
@@ -905,7 +905,7 @@ class SliceChecks(Hook):
                     address,
                     len(claim.elements),
                 )
-            self._tell({UPDATE: f"within rounding since step {step}"})
+            self._report({UPDATE: f"within rounding since step {step}"})
         self._tolerant = True
         return True
 

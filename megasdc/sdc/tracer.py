@@ -51,7 +51,7 @@ class Tracer:
     def __call__(self, address: Address, result: Tensor) -> None:
         """Record one result.
 
-        Sync: none; on a device the checksum stays there until ``take``.
+        Sync: none; on a device the checksum stays there until ``pop_trace``.
         """
         if self._takes(address):
             self._addresses.append(address)

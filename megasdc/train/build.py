@@ -32,8 +32,8 @@ from megasdc.common.run_lock import (
     Holder,
     LockedFolders,
     RunLock,
+    acquire_lock,
     join_lock,
-    take_lock,
 )
 from megasdc.common.versions import component_versions, untested_versions
 from megasdc.config.checks import BatchLayout, check_layout, replica_config
@@ -202,14 +202,14 @@ def build_run(
     launch = (dims.rank, dims.world_size) if world is None else (world.launch_rank, world.launch_size)
     store = groups.default_store() if shared is None else shared.store
     folders = _own_folders(place.whole)
-    locks = hold_folders(folders, store, *launch, sections.parallel.timeout_s, held)
+    locks = lock_folders(folders, store, *launch, sections.parallel.timeout_s, held)
     assert held.token is not None, "the folders are held"
     fence = Fence(folders[-1], held.token)
     held.origin = _count_start(Path(sections.logging.run_dir), dims.rank)
     events = EventLog(Path(sections.logging.run_dir), dims.rank, held.origin)
     if dims.rank == 0:
-        _tell_start(events, dims, speaks=launch[0] == 0, remaining=remaining)
-        _tell_unchecked(sections.data, manifests, events)
+        _report_start(events, dims, speaks=launch[0] == 0, remaining=remaining)
+        _report_unchecked(sections.data, manifests, events)
     engine = build_training_engine(config, layout, dims, manifests[0].tokenizer.vocab_size, clock)
     loader, eval_loader = _build_loaders(config, layout, dims, manifests, events)
     clock.mark("data")
@@ -318,15 +318,15 @@ def _count_start(folder: Path, rank: int) -> Origin:
     return Origin(identity.run, identity.attempt, device_uuid())
 
 
-def _tell_start(events: EventLog, dims: ParallelDims, *, speaks: bool, remaining: SurvivingRanks | None) -> None:
+def _report_start(events: EventLog, dims: ParallelDims, *, speaks: bool, remaining: SurvivingRanks | None) -> None:
     """Write the events of a start; where ``speaks``, untested versions are logged, too."""
     events.emit("start", "run", layout=dims.layout, world_size=dims.world_size, versions=installed_versions())
-    _tell_untested(events, speaks)
+    _report_untested(events, speaks)
     if remaining is not None:
         remaining.report(events, dims.data)
 
 
-def _tell_untested(events: EventLog, speaks: bool) -> None:
+def _report_untested(events: EventLog, speaks: bool) -> None:
     """Write the event ``start/untested_versions``, and with ``speaks`` log a warning, for untested versions."""
     versions = component_versions()
     warning = untested_versions(versions, torch.cuda.is_available())
@@ -434,7 +434,7 @@ def _build_loaders(
     return loader, EvalLoader(valid, layout.micro_batch_size, dims.dp_rank, dims.data, eval_samples)
 
 
-def _tell_unchecked(section: DataSection, manifests: list[DataManifest], events: EventLog) -> None:
+def _report_unchecked(section: DataSection, manifests: list[DataManifest], events: EventLog) -> None:
     for folder, manifest in zip(section.folders, manifests, strict=True):
         if text := unchecked(folder, manifest):
             logger.warning("%s", text)
@@ -495,7 +495,7 @@ def _write_resolved(place: _Place) -> None:
         write_durably(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
 
 
-def hold_folders(
+def lock_folders(
     folders: Sequence[Path], store: dist.Store, rank: int, world_size: int, timeout_s: float, held: LockedFolders
 ) -> list[RunLock]:
     """Lock the folders of a launch and return this rank's locks, or end all ranks with one error that names the holder.
@@ -517,7 +517,7 @@ def hold_folders(
     wait = datetime.timedelta(seconds=timeout_s + 2 * STALE_S * len(folders))
     if rank == 0:
         held.token = token = secrets.token_hex(8)
-        locks, refusal = _try_all(folders, _holder(token), take_lock, held)
+        locks, refusal = _try_all(folders, _holder(token), acquire_lock, held)
         store.set("first", json.dumps({"token": token, "refusal": refusal}))
         refusals = [refusal, *(_get(store, f"rank_{other}", wait) for other in range(1, world_size) if not refusal)]
         verdict = next((text for text in refusals if text), "")

@@ -188,7 +188,7 @@ class Saver(Hook):
             return 0.0
         return 1.0  # until all ranks say so in one step
 
-    def _look(self, run: Run) -> None:
+    def _reserve_memory(self, run: Run) -> None:
         """Reserve memory for snapshots if there is room, after a step, since moments exist from the first on.
 
         Raises:
@@ -200,15 +200,15 @@ class Saver(Hook):
         is_asked = self.section.writing == "async"
         size, problem = self._background.reserve(run.engine, self.state.of(run), is_asked=is_asked)
         if problem is None:
-            self._tell(run, "async", f"a snapshot takes {size / GIB:,.2f} GiB of memory a rank")
+            self._report_writing(run, "async", f"a snapshot takes {size / GIB:,.2f} GiB of memory a rank")
         elif self.section.writing == "async":
             raise ConfigError(f"megasdc.checkpoint.writing is async, but {problem}; or set it to auto or sync")
         else:
-            self._tell(run, "sync", problem)
+            self._report_writing(run, "sync", problem)
             self._background.close()
             self._background, self.fields = None, (self._again,)
 
-    def _tell(self, run: Run, writing: str, why: str) -> None:
+    def _report_writing(self, run: Run, writing: str, why: str) -> None:
         if run.dims.rank == 0:
             run.events.emit("start", "checkpoint_writing", writing=writing, why=why)
             logger.info("checkpoints are written %s: %s", {"async": "beside training"}.get(writing, writing), why)
@@ -222,7 +222,7 @@ class Saver(Hook):
         """Go on with the save under way, and begin one when due."""
         if self._background is not None and not self._has_looked and result.skipped is None:
             self._has_looked = True
-            self._look(run)
+            self._reserve_memory(run)
         due = bool(self.section.interval) and run.step % self.section.interval == 0
         if self._background is not None:
             failed = self._background.failed
@@ -400,7 +400,7 @@ class MemoryCheckpoints(Hook):
         if self._partners:
             self._join_partners(run)
 
-    def _look(self, run: Run) -> None:
+    def _reserve_memory(self, run: Run) -> None:
         """Reserve memory for snapshots if there is room, after a step, since moments exist from the first on.
 
         Raises:
@@ -437,7 +437,7 @@ class MemoryCheckpoints(Hook):
         """Take a snapshot when due."""
         if not self._has_looked and result.skipped is None:
             self._has_looked = True
-            self._look(run)
+            self._reserve_memory(run)
         if self._is_off:
             return
         self._report(run, self._saver.advance())
@@ -559,7 +559,7 @@ def find_memory_checkpoint(config: RunConfig, run: Run) -> InMemoryCheckpoint | 
     )
 
 
-def keep_only(config: RunConfig, run: Run, found: InMemoryCheckpoint | None) -> None:
+def discard_other_steps(config: RunConfig, run: Run, found: InMemoryCheckpoint | None) -> None:
     """Remove from this host's memory all steps but the one that the run goes on from; None: no step stays.
 
     Snapshots of other hosts that hold more do not count from now on.

@@ -381,7 +381,7 @@ class DropCompute(Hook):
         engine, section = run.engine, self._section
         step = StepDecisions(engine.micro_batches, tuple(int(count) for count in self._completed.values))
         record, gc_s = self.times.pop_record(), self._garbage.pop_seconds()
-        self._clock.learn(record)
+        self._clock.update(record)
         if self._time_log is not None:
             self._time_log.add(run.step, step.planned, record, gc_s)
         if self._log is not None:
@@ -398,7 +398,7 @@ class DropCompute(Hook):
             if self._window.is_full:
                 self._tune(run, self._window)
         if self._report.is_due():
-            self._tell_totals()
+            self._report_totals()
 
     def _count(self, run: Run, step: StepDecisions) -> None:
         self._totals[0] += step.dropped
@@ -451,7 +451,7 @@ class DropCompute(Hook):
             self._reach(run)
         self._chosen = self._report.tuning(tuning, self._micro_batches)
 
-    def _tell_totals(self) -> None:
+    def _report_totals(self) -> None:
         dropped, planned = self._totals
         since = dropped - self._told[0], planned - self._told[1]
         self._told = [dropped, planned]

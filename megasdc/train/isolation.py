@@ -142,7 +142,7 @@ def leave_replicas_out(
     if not host:
         raise LaunchError("no replica can be left out: the address of the host where the others meet is not known")
     gather_objects(None, run.host_group)  # all have read it: a rank may end now
-    _take_apart(run.engine)
+    _dismantle(run.engine)
     groups.shutdown()
     if dims.rank in stay:
         place = {"RANK": str(stay.index(dims.rank)), "WORLD_SIZE": str(len(stay))}
@@ -153,7 +153,7 @@ def leave_replicas_out(
     return SurvivingRanks(tuple(ranks[rank] for rank in stay), launch.world_size, found, since, step)
 
 
-def _take_apart(engine: TrainingEngine) -> None:
+def _dismantle(engine: TrainingEngine) -> None:
     """Let an engine hold nothing: hooks in autograd keep it, where no garbage collection finds them (DeepSpeed 0.19.8).
 
     Its parameters and states would stay in memory, and its process groups would not end: their threads would go on.

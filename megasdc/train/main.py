@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from megasdc.common import durable as room
 from megasdc.common.errors import LaunchError, as_known_error
-from megasdc.common.imports import imports_kept
-from megasdc.common.run_lock import LockedFolders, others_kept_out
+from megasdc.common.imports import frozen_imports
+from megasdc.common.run_lock import LockedFolders, launches_locked_out
 from megasdc.common.versions import check_range, component_versions, names_checked
 from megasdc.config.checks import check_layout, find_warnings, replica_config, with_replicas
 from megasdc.config.environment import record_collectives, set_deterministic_environment
@@ -186,7 +186,7 @@ def _train(
 ) -> str:
     """Train to the end; where replicas are left out, this rank starts once more or ends. Returns how it ended."""
     library = LibraryLines()
-    with imports_kept(), library, compiled_when_called(), names_checked():
+    with frozen_imports(), library, compiled_when_called(), names_checked():
         from megasdc.train import build  # noqa: F401 - all of PyTorch and DeepSpeed
         from megasdc.train.isolation import free_previous_run
         from megasdc.train.process import StartClock
@@ -323,7 +323,7 @@ def report_failure(
     try:
         if not folder.is_dir():
             return
-        with others_kept_out(held.folder or folder, held.token, logger.warning) as free:
+        with launches_locked_out(held.folder or folder, held.token, logger.warning) as free:
             if not free:
                 return
             events = EventLog(folder, int(os.environ.get("RANK", "0")), held.origin)

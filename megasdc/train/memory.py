@@ -285,7 +285,7 @@ class _Stage:
             found += self._loss()
         return found
 
-    def _held(self, in_backward: bool) -> StepMemory:
+    def _resident_bytes(self, in_backward: bool) -> StepMemory:
         """Memory held through all micro-batches, with the gradients of those before."""
         gradient = (FP32 if self.whole_bf16 else self.element) * self.parameters
         if self.whole_bf16:  # the 16-bit gradients are kept beside the fp32 ones: set to zero, not freed
@@ -341,7 +341,7 @@ class _Stage:
         inner = ((2 if self.model.fuse else 4) if self.model.gated_mlp else 1) * self.ffn
         temporary = self.element * (self.tokens * (2 * self.hidden + inner) + self.matrix)
         temporary += self.bucket + min(interval, self.layers) * self.layer_kept()
-        held = self._held(in_backward=True)
+        held = self._resident_bytes(in_backward=True)
         return replace(held, activations=self.activations(), temporary=temporary, moment="backward of a layer")
 
     def _loss(self) -> list[StepMemory]:
@@ -351,7 +351,7 @@ class _Stage:
         gradient of that and one of the logits. Where it is divided, the softmax becomes the gradient in place; the
         forward needs an fp32 copy of the logits beside it, and one more for columns that pad the vocabulary.
         """
-        held = replace(self._held(in_backward=True), activations=self.activations())
+        held = replace(self._resident_bytes(in_backward=True), activations=self.activations())
         output = self.bucket + self.element * (self.table + self.tokens * self.hidden)
         if self.model.fuse:  # the gradient overwrites the logits
             return [replace(held, temporary=output, moment="backward of the output")]
@@ -366,7 +366,7 @@ class _Stage:
 
     def _optimizer(self) -> list[StepMemory]:
         """The reduction, the norm, and the copy of the shard's gradient that the optimizer reads."""
-        held = self._held(in_backward=False)
+        held = self._resident_bytes(in_backward=False)
         if self.whole_bf16:
             summed = min(self.parameters, BF16_REDUCE_ELEMENTS) * (FP32 + self.communicated)
             return [replace(held, temporary=summed, moment="gradient reduction")]

@@ -107,13 +107,13 @@ class Reporter(Hook):
         # A skipped step with a non-finite loss is excluded from the interval's mean; skipped steps are counted.
         unusable = result.skipped is not None and not math.isfinite(result.loss)
         self._losses.append((None if unusable else result.loss, result.tokens))
-        self._show(run, result)
+        self._redraw(run, result)
         if run.step % self.interval == 0 or run.is_last_step:
             self._report(run, result)
             self._start_window(run.progress.paused_s)
             self._num_loaded = 0
 
-    def _show(self, run: Run, result: StepResult) -> None:
+    def _redraw(self, run: Run, result: StepResult) -> None:
         """Redraw the bar, at most once in ``BAR_INTERVAL_S``: drawing takes time from training."""
         now = time.perf_counter()
         if self.progress is None or (now - self._shown_at < BAR_INTERVAL_S and not run.is_last_step):
@@ -288,7 +288,7 @@ def build_writer(config: RunConfig, run: Run) -> MetricsWriter | None:
     """
     if run.dims.rank:
         return None
-    on_failure = partial(_tell_failure, run)
+    on_failure = partial(_report_failure, run)
     sinks = open_sinks(_openers(config, run), on_failure)
     return MetricsWriter(run.folder, sinks, on_failure, run.events.origin.attempt)
 
@@ -344,7 +344,7 @@ def _open_prometheus(run: Run, address: str) -> Sink:
     return sink
 
 
-def _tell_failure(run: Run, name: str, problem: str) -> None:
+def _report_failure(run: Run, name: str, problem: str) -> None:
     logger.warning(
         "metrics are not shown in %s: %s; metrics.jsonl has them all, see `megasdc export-metrics`", name, problem
     )

@@ -43,7 +43,13 @@ from megasdc.engine.hooks import Run
 from megasdc.metrics.writer import cut_back, set_metrics_aside
 from megasdc.optim.zero1 import grouped_parameters
 from megasdc.parallel.collectives import gather_objects
-from megasdc.train.checkpointer import checkpoint_folder, find_memory_checkpoint, keep_only, remove_step, wanted_dims
+from megasdc.train.checkpointer import (
+    checkpoint_folder,
+    discard_other_steps,
+    find_memory_checkpoint,
+    remove_step,
+    wanted_dims,
+)
 
 _PARAMS = "optimizer.params."
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -88,12 +94,12 @@ def resume(
     if held is not None and only_looks and found is not None and (found.step > held.step or found.verified_only):
         found, unusable = _find_on_disk(config, run, agree, True, verify=section.verify)
     if held is not None and (found is None or held.step >= found.step):
-        chosen = _put_together(run, held)
+        chosen = _assemble(run, held)
         if chosen is not None:
             return _resume_from_memory(run, config, held, chosen, found or unusable, study)
         found, unusable = _find_on_disk(config, run, agree, False, verify=section.verify)
     if section.memory.interval:
-        keep_only(config, run, None)
+        discard_other_steps(config, run, None)
     if found is None:
         quarantine(folder, unusable, ranks)
         hooks = start_from_universal(run, config, section.universal) if section.universal is not None else {}
@@ -150,7 +156,7 @@ def _find_on_disk(
             return found, None
 
 
-def _put_together(run: Run, held: InMemoryCheckpoint) -> SelectedCheckpoint | None:
+def _assemble(run: Run, held: InMemoryCheckpoint) -> SelectedCheckpoint | None:
     """Put a step together from the memory of the hosts, as a checkpoint; None: not possible, which is reported."""
     local = CheckpointGroup("node_local", run.host_group, run.events)
     try:
@@ -199,7 +205,7 @@ def _resume_from_memory(
         if run.dims.rank == 0:
             run.events.emit("skip", "memory", step=held.step, reason=str(error))
         raise LoadedInPartError(f"{error}; it is removed from memory: start the run again") from error
-    keep_only(config, run, held)
+    discard_other_steps(config, run, held)
     if on_disk is not None:
         run.skipped_checkpoint_steps |= set(on_disk.skipped) - set(on_disk.candidates)
     if run.dims.rank == 0:
@@ -287,7 +293,7 @@ def start_from_universal(run: Run, config: RunConfig, folder: str) -> dict[str, 
     begun_again = {"uncounted_samples": -state["samples"]} if "loader" in without else {}
     hooks = _carry_over(run, config, changed, {**state, **begun_again}, {})
     if run.dims.rank == 0:
-        _tell_universal(run, config, found)
+        _report_universal(run, config, found)
     return {} if "hooks" in without else hooks
 
 
@@ -327,7 +333,7 @@ def _carry_over(
     return changed.hook_states(state["hooks"])
 
 
-def _tell_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
+def _report_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:
     """Write the event and log lines of a start from a universal checkpoint; call on rank 0."""
     manifest, without = found.manifest, config.megasdc.checkpoint.universal_without
     batch, saved_batch = run.engine.samples_per_step, found.shared_state["config"].get("train_batch_size")
@@ -482,9 +488,9 @@ class ChangedSettings:
         if f"{_PARAMS}lr" in paths or any(path.startswith("scheduler.") for path in paths):
             _set_rates(run.engine)
         if run.dims.rank == 0:
-            self._tell(run)
+            self._report(run)
 
-    def _tell(self, run: Run) -> None:
+    def _report(self, run: Run) -> None:
         for change in self.changes:
             flagged = change.at_resume == "flag"
             say: Callable[..., None] = logger.warning if flagged else logger.info

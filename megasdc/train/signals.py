@@ -87,8 +87,8 @@ class StartGuard:
         while self._all_are_asked:
             time.sleep(POLL_S)
 
-    def _look_whether_all_are_asked(self) -> bool:
-        """Tell other ranks that this one is asked to stop; returns whether all are."""
+    def _request_recorded(self) -> bool:
+        """Record for other ranks that this one is asked to stop; returns whether all are."""
         with self._lock:
             if self._ranks is not None and not self._all_are_asked and not self._closed.is_set():
                 self._has_asked = True  # also where it is not known whether that has reached them
@@ -111,7 +111,7 @@ class StartGuard:
             if not self._met:
                 logger.info("%s before the process group was set up: nothing to save", number.name)
                 self._leave(0, None)
-            if self._look_whether_all_are_asked():
+            if self._request_recorded():
                 logger.info("%s on all ranks while the run was starting: nothing to save", number.name)
                 assert self._ranks is not None, "it has agreed with them"
                 self._ranks.settle(SETTLE_S)  # who does not know it takes another's end for a failure

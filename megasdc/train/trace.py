@@ -109,9 +109,9 @@ class DetailsRecorder(Hook):
     @property
     def watch(self) -> Watch:
         """The watch of the losses of all tokens."""
-        return Watch(self._take_losses, lambda step: {LOSS_FQN}, gradients=False)
+        return Watch(self._record_losses, lambda step: {LOSS_FQN}, gradients=False)
 
-    def _take_losses(self, address: Address, result: Tensor) -> None:
+    def _record_losses(self, address: Address, result: Tensor) -> None:
         """Listener that keeps the loss of each sample, from token losses [b, s]; waits for the device."""
         if (address.phase, address.fqn, address.slot) == (FORWARD, LOSS_FQN, "output"):
             assert address.micro_batch is not None, "forward results belong to a micro-batch"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness import run_distributed
 from whole_runs import events_of, prepare_text, train_run, write_config
 
-from megasdc.common.run_lock import Holder, read_holder, take_lock
+from megasdc.common.run_lock import Holder, acquire_lock, read_holder
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
 
@@ -166,7 +166,7 @@ def test_a_run_folder_in_use(tmp_path: Path, data: Path) -> None:
         folder.mkdir()
     config = write_config(tmp_path / "c.json", data, run, training__steps=1, checkpoint__folder=str(elsewhere))
     for folder in (run, elsewhere):
-        lock = take_lock(folder, Holder.this_process("theirs", "20260102-030405-abcdef"), print)
+        lock = acquire_lock(folder, Holder.this_process("theirs", "20260102-030405-abcdef"), print)
         before = _content(folder)
         results = train_run(config, 2)
         assert {code for code, _ in results} == {78}

@@ -108,12 +108,12 @@ def test_turns_change_from_pair_to_pair():
 
     def side(number):
         for _ in range(3):
-            turns.take(number)
+            turns.acquire(number)
             running.append(number)
             order.append(list(running))
             time.sleep(0.01)
             running.remove(number)
-        turns.leave(number)
+        turns.release(number)
 
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(side, number) for number in (1, 0)]:
@@ -121,7 +121,7 @@ def test_turns_change_from_pair_to_pair():
     assert order == [[0], [1], [1], [0], [0], [1]] and told == [0, 1, 1, 2, 2, 3]
     turns = _Turns(1, told.append)
     with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(turns.take, 1)
+        waits = pool.submit(turns.acquire, 1)
         turns.fail()
         with pytest.raises(MegasdcError, match="the other loop failed"):
             waits.result()

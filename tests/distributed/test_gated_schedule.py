@@ -182,7 +182,7 @@ def gated_step(
     engine.micro_batches = trial.planned
     times = StepTimes(engine.device, clock)
     decisions = ClockDecisions(times, 1, trial.sigmas)
-    decisions.learn(StepRecord([0.0, 0.0], [6 * TICK_S, 10 * TICK_S], [0.0, 0.0], 1.0, 1.0))
+    decisions.update(StepRecord([0.0, 0.0], [6 * TICK_S, 10 * TICK_S], [0.0, 0.0], 1.0, 1.0))
     decisions.tau_s = trial.tau_s
     decided = []
 

@@ -149,7 +149,7 @@ def test_nobody_is_named_where_the_golden_workload_does_not_show_the_fault(folde
 
 def _without_the_file(config: str, when: str) -> tuple[int, str | None]:
     """A rank; the second one leaves the folder in which the file is, before the start or before the first check."""
-    ask = GoldenCheck.ask
+    ask = GoldenCheck.run
 
     def asked(self: GoldenCheck, step: int, repeats: int = 0) -> GoldenAnswer:
         _leave_the_folder()
@@ -157,7 +157,7 @@ def _without_the_file(config: str, when: str) -> tuple[int, str | None]:
 
     os.chdir(Path(config).parent)
     if when == "later":
-        GoldenCheck.ask = asked  # type: ignore[method-assign]
+        GoldenCheck.run = asked  # type: ignore[method-assign]
     else:
         _leave_the_folder()
     return pretrain_rank(config, [])

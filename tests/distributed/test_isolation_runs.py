@@ -20,7 +20,7 @@ from megasdc.common.origin import read_identity
 from megasdc.config.sections import ParallelSection
 from megasdc.metrics.writer import read_metrics
 from megasdc.model.pipeline import build_pipeline
-from megasdc.model.sharding import Split, parameter_splits, take_shard
+from megasdc.model.sharding import Split, parameter_splits, shard_of
 from megasdc.parallel import groups
 from megasdc.sdc.incident import load_incidents
 
@@ -239,7 +239,7 @@ def test_the_gradient_of_the_step_is_that_of_all_its_samples(
         name = name.rsplit("_", 1)[0]
         of_ranks, offset, gradient = torch.load(path)
         assert of_ranks == left, "of the step as it was committed, which the wrong rank took no part in"
-        shard = take_shard(expected[name], Split[splits[name]], tensor, int(rank) % tensor).flatten()
+        shard = shard_of(expected[name], Split[splits[name]], tensor, int(rank) % tensor).flatten()
         wanted = shard[offset : offset + len(gradient)]
         error += float((gradient.double() - wanted).square().sum())
         norm += float(wanted.square().sum())

@@ -15,7 +15,7 @@ from harness import run_distributed
 
 from megasdc.checkpoint import host_memory
 from megasdc.checkpoint.host_memory import (
-    HELD_FILE,
+    SLOT_MANIFEST_FILE,
     Lineage,
     find_slots,
     forget,
@@ -200,7 +200,7 @@ def test_a_slot_that_is_filled_again_is_not_removed(tmp_path: Path, monkeypatch:
     slots = [rank_folder(tmp_path, rank) / "slot_0" for rank in (0, 1)]
     for slot in slots:
         slot.mkdir(parents=True)
-        (slot / HELD_FILE).write_text("broken")
+        (slot / SLOT_MANIFEST_FILE).write_text("broken")
 
     def read(path: Path, *_: Any) -> Any:
         if path.parent == slots[0]:

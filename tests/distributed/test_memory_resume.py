@@ -23,7 +23,7 @@ from whole_runs import (
 )
 
 from megasdc.checkpoint.files import hash_file
-from megasdc.checkpoint.host_memory import HELD_FILE, RESTORE, find_slots, mark_verified_up_to, memory_folder
+from megasdc.checkpoint.host_memory import RESTORE, SLOT_MANIFEST_FILE, find_slots, mark_verified_up_to, memory_folder
 from megasdc.checkpoint.in_memory import MemorySaver
 from megasdc.checkpoint.ranks import FolderRanks
 from megasdc.checkpoint.records import write_record
@@ -104,7 +104,7 @@ def _spoil(memory: Path, run: str, step: int) -> None:
     torch.save(content, slot.folder / name)
     told = {"size_bytes": (slot.folder / name).stat().st_size, "xxh3_128": hash_file(slot.folder / name)}
     files = [file.model_copy(update=told) if file.name == name else file for file in slot.record.files]
-    write_record(slot.folder / HELD_FILE, slot.record.model_copy(update={"files": files}))
+    write_record(slot.folder / SLOT_MANIFEST_FILE, slot.record.model_copy(update={"files": files}))
 
 
 def _ended_as(run_dir: Path, straight: Path) -> None:

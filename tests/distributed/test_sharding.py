@@ -11,7 +11,7 @@ from harness import run_distributed
 from tiny import GPT, LLAMA, full_tensors, make_engine
 
 from megasdc.config.model import ModelSection
-from megasdc.model.sharding import join_shards, parameter_splits, take_shard
+from megasdc.model.sharding import join_shards, parameter_splits, shard_of
 
 pytestmark = pytest.mark.distributed
 
@@ -54,4 +54,4 @@ def test_the_catalogue_is_that_of_the_real_model(name: str) -> None:
         pieces = [shards[key][0], shards[key][1]]
         assert torch.equal(join_shards(pieces, split), full[key]), key
         for tp_rank, piece in enumerate(pieces):
-            assert torch.equal(take_shard(full[key], split, 2, tp_rank), piece), key
+            assert torch.equal(shard_of(full[key], split, 2, tp_rank), piece), key

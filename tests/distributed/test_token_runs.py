@@ -81,7 +81,7 @@ def _damage_while_it_trains(config: str, folder: str) -> tuple[int, str | None]:
     """Body of a rank; rank 0 flips a bit in each block of the file once the samples of step 4 have been read."""
     from megasdc.train.detection.data_checks import TokenCheck
 
-    look = TokenCheck.take
+    look = TokenCheck.compare
 
     def take(self: TokenCheck, engine: Any) -> Any:
         if engine.step_number == 4 and engine.dims.rank == 0:
@@ -93,7 +93,7 @@ def _damage_while_it_trains(config: str, folder: str) -> tuple[int, str | None]:
                     file.write(bytes([bits ^ 1]))
         return look(self, engine)
 
-    TokenCheck.take = take  # type: ignore[method-assign]
+    TokenCheck.compare = take  # type: ignore[method-assign]
     return pretrain_rank(config, [])
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from test_launch import WORKER, write_small_config
 
-from megasdc.common.run_lock import LOCK_FILE, Holder, take_lock
+from megasdc.common.run_lock import LOCK_FILE, Holder, acquire_lock
 from megasdc.ops.launch.records import collect
 from megasdc.parallel.local_ranks import UNASSIGNED_PORTS, free_port
 
@@ -192,7 +192,7 @@ def test_busy_port_is_told_before_the_start(launch: LocalLaunch) -> None:
 
 def test_a_folder_in_use_is_told_before_the_start(launch: LocalLaunch) -> None:
     """Another launch in the run folder: 78, who it is, and nothing is written."""
-    lock = take_lock(launch.run_dir, Holder.this_process("theirs", "20260102-030405-abcdef"), print)
+    lock = acquire_lock(launch.run_dir, Holder.this_process("theirs", "20260102-030405-abcdef"), print)
     process = launch.start("sum")
     _, err = process.communicate(timeout=60)
     lock.release()

@@ -16,11 +16,11 @@ from gpu.record import Recorder
 def referee(recorder: Recorder, crew: Crew) -> None:
     """Results of this device's libraries are within the bounds of the referee, and flips of bits are outside."""
     from tools.bench.detection.options import RefereeOptions
-    from tools.bench.detection.referee import ask_referee
+    from tools.bench.detection.referee import judge_results
 
     elements = 8_000 if recorder.on_gpu else 500
     options = RefereeOptions(elements=elements, flips=4, width=512 if recorder.on_gpu else 64, device=recorder.device)
-    rows: Iterator[Any] = ask_referee(options)
+    rows: Iterator[Any] = judge_results(options)
     while True:
         with recorder.attempt("the referee"):
             answer = next(rows, None)

@@ -69,6 +69,6 @@ def test_what_was_printed_is_read_too() -> None:
         "[gw1] [ 80%] PASSED d.py::test[1] \n[gw0] [ 90%] FAILED e.py::T::test \nFAILED e.py::T::test - assert 0\n"
         "[gw1] [100%] PASSED \n"
     )
-    found = {name: outcome for name, (outcome, _) in nightly._told(printed).items()}
+    found = {name: outcome for name, (outcome, _) in nightly._printed_outcomes(printed).items()}
     right = {"a.py::test[x y]": "passed", "b.py::test": "failed", "c.py::test": "skipped", "d.py::test[1]": "passed"}
     assert found == {**right, "e.py::T::test": "failed"}

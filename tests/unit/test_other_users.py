@@ -20,7 +20,7 @@ import pytest
 from megasdc.common import durable, run_lock
 from megasdc.common.durable import write_durably
 from megasdc.common.errors import LaunchError, StorageError
-from megasdc.common.run_lock import LOCK_FILE, Holder, open_lock_file, read_holder, take_lock
+from megasdc.common.run_lock import LOCK_FILE, Holder, acquire_lock, open_lock_file, read_holder
 from megasdc.ops.launch.on_host import running
 from megasdc.ops.supervise import host_reliability_log
 from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, HostUsage
@@ -80,7 +80,7 @@ def keep(path: Path) -> object:
 
 def launch(folder: Path, said: list[str]) -> run_lock.RunLock:
     """Take the lock of a run."""
-    return take_lock(folder, Holder.this_process("own", "20260102-030405-abcdef"), said.append)
+    return acquire_lock(folder, Holder.this_process("own", "20260102-030405-abcdef"), said.append)
 
 
 @as_root

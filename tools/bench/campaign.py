@@ -112,12 +112,12 @@ class Campaign(Generic[Case, Outcome]):
         done, total = len(self.log.outcomes), len(self.cases)
         on_progress(self.what, done, total)
 
-        def keep(outcome: Outcome) -> None:
+        def add_outcome(outcome: Outcome) -> None:
             self.log.add(outcome)
             on_progress(self.what, len(self.log.outcomes), total)
 
         if left := list(enumerate(self.cases))[done:]:
-            self.run(left, keep)
+            self.run(left, add_outcome)
         return self.log.outcomes
 
 

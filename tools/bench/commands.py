@@ -200,8 +200,8 @@ def bench_detecting(on_progress: Any, options: CampaignOptions, log: Log = None)
     from tools.bench.detection.live import bench_live
 
     if options.live:
-        return bench_live(LiveOptions(**options.given), on_progress, log)
-    return bench_detection(DetectionOptions(**options.given), on_progress)
+        return bench_live(LiveOptions(**options.arguments), on_progress, log)
+    return bench_detection(DetectionOptions(**options.arguments), on_progress)
 
 
 benchmark(

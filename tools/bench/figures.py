@@ -75,16 +75,16 @@ def condensed(result: dict[str, Any]) -> dict[str, Any]:
     """A result without its single trials: longer lists than ``LONGEST`` are left out, and named in ``left_out``."""
     left: list[str] = []
 
-    def keep(value: Any, path: str) -> Any:
+    def without_long_lists(value: Any, path: str) -> Any:
         if isinstance(value, dict):
-            kept = {key: keep(one, f"{path}.{key}") for key, one in value.items()}
+            kept = {key: without_long_lists(one, f"{path}.{key}") for key, one in value.items()}
             return {key: one for key, one in kept.items() if one is not left}
         if isinstance(value, list) and len(value) > LONGEST and not path.endswith(".report"):
             left.append(path[1:])
             return left
-        return [keep(one, path) for one in value] if isinstance(value, list) else value
+        return [without_long_lists(one, path) for one in value] if isinstance(value, list) else value
 
-    found: dict[str, Any] = keep(result, "")
+    found: dict[str, Any] = without_long_lists(result, "")
     return found | {"left_out": left}
 
 

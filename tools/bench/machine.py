@@ -47,12 +47,12 @@ def _command(arguments: list[str]) -> str:
 def _commit() -> str:
     """Commit of this checkout, with ``+`` where a file of it was changed; ``unknown`` where there is none."""
 
-    def ask(*arguments: str) -> str:
+    def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:
-        return ask("rev-parse", "--short=10", "HEAD") + "+" * bool(ask("status", "--porcelain", "-uno"))
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "-uno"))
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

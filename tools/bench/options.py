@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from megasdc.cli import options
-from megasdc.cli.app import Application, Json, Out, output_option, print_result, stdout_kept_clean
+from megasdc.cli.app import Application, Json, Out, output_option, print_result, stdout_to_stderr
 from megasdc.common.errors import ConfigError
 
 _SOURCE = "the benchmark's options"
@@ -124,7 +124,7 @@ def add_command(app: Application, name: str, example: str) -> Callable[[Any], An
         def command(*, out: Path | None, as_json: bool, **values: Any) -> None:
             from megasdc.common.program import progress_bars
 
-            with stdout_kept_clean(), progress_bars() as on_progress:
+            with stdout_to_stderr(), progress_bars() as on_progress:
                 found = function(on_progress, **values)
             result, finish = found if isinstance(found, tuple) else (found, None)
             print_result(result, type(result).render, out=out, as_json=as_json)

@@ -137,13 +137,13 @@ def run_pairs(
         after_pair: called after each that counts.
     """
 
-    def tell(done: int) -> None:
+    def after_done(done: int) -> None:
         after_pair()
         on_progress(what, done, pairs)
 
     on_progress(what, 0, pairs)
     run_alternating(*sides, 1, measure)
-    return run_alternating(*sides, pairs, measure, tell)
+    return run_alternating(*sides, pairs, measure, after_done)
 
 
 def median_walls(costs: Sequence[tuple[Cost, Cost]]) -> tuple[float, float]:

@@ -118,16 +118,16 @@ def _trainings(given: argparse.Namespace, machine: dict[str, Any]) -> Entered:
 
 
 def _picture(given: argparse.Namespace, argv: Sequence[str]) -> int:
-    return _put(given, argv, "picture", draw(read_package(ROOT / given.package)), MARKER)
+    return _publish(given, argv, "picture", draw(read_package(ROOT / given.package)), MARKER)
 
 
 def _hooks(given: argparse.Namespace, argv: Sequence[str]) -> int:
     from tools.house import hooks  # with PyTorch
 
-    return _put(given, argv, "hooks", hooks.draw_table(), hooks.MARKER)
+    return _publish(given, argv, "hooks", hooks.draw_table(), hooks.MARKER)
 
 
-def _put(given: argparse.Namespace, argv: Sequence[str], name: str, made: str, marker: str) -> int:
+def _publish(given: argparse.Namespace, argv: Sequence[str], name: str, made: str, marker: str) -> int:
     """Print what was made for a page, put it there, or look whether it is there."""
     if given.json:
         print(json.dumps({"machine": _machine(argv), name: made}, indent=1))

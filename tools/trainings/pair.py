@@ -160,12 +160,12 @@ def judge_pair(sides: tuple[Side, Side]) -> Judged | None:
         return None
     (address, place, values), *_ = found
     repeats = {(side.rank, place): [side.compute().checksums[place] for _ in range(1)] for side in sides}
-    opinion = _hear([judge_exhibits(address, values, side.show(address, values, place)) for side in sides])
+    opinion = _exchange([judge_exhibits(address, values, side.show(address, values, place)) for side in sides])
     refereed = {(rank, place): within for rank, within in opinion.within.items()}
     return Judged(address, opinion, settle(ballot, repeats, None, (), refereed, {place: opinion.basis}))
 
 
-def _hear(hearings: list[Hearing]) -> Opinion:
+def _exchange(hearings: list[Hearing]) -> Opinion:
     """Let all ranks hear each other."""
     sent: list[Any] = [next(one) for one in hearings]
     while True:

@@ -137,7 +137,7 @@ def compare_results(healthy: Tensor, other: Tensor, num_samples: int) -> Mismatc
     )
 
 
-Tell = Callable[..., None]
+WriteLine = Callable[..., None]
 """Writes a line: (kind, step, **fields)."""
 _ALWAYS = (WEIGHT_GRAD, REDUCED_GRAD, UPDATE, PARAMETER)
 """Phases compared for every submodule, so that no error enters the weights of the next step."""
@@ -149,12 +149,12 @@ class ResultSync:
     Args:
         section: patterns, samples.
         bridge: to the other replicas.
-        tell: receives every mismatch and, by ``flush``, the numbers compared; not called on the trusted replica.
+        write: receives every mismatch and, by ``flush``, the numbers compared; not called on the trusted replica.
     """
 
-    def __init__(self, section: StudySection, bridge: ReplicaLink, tell: Tell) -> None:
+    def __init__(self, section: StudySection, bridge: ReplicaLink, write: WriteLine) -> None:
         self._bridge = bridge
-        self._tell = tell
+        self._write = write
         self._num_samples = section.sampled_elements
         own = section.submodules
         forward = tuple(own) if own else PAPER_FORWARD
@@ -187,7 +187,7 @@ class ResultSync:
         found = compare_results(healthy, result, self._num_samples)
         if found is None:
             return None
-        self._tell(
+        self._write(
             "mismatch",
             address.step,
             micro_batch=address.micro_batch,
@@ -206,7 +206,7 @@ class ResultSync:
         """Logs the numbers of results compared since the last flush, at the last step."""
         for (fqn, phase, slot), (results, elements) in self._compared.items():
             steps = step + 1 - (self._first_step or step)
-            self._tell(
+            self._write(
                 "compared", step, steps=steps, fqn=fqn, phase=phase, slot=slot, results=results, elements=elements
             )
         self._compared.clear()
@@ -379,7 +379,7 @@ def overwrite_training_state(engine: TrainingEngine, bridge: ReplicaLink) -> Non
     for index, flat in enumerate(master_partitions(engine.optimizer)):
         bridge.overwrite(flat.data, f"master {index}")
         _overwrite_state(inner.state, flat, f"state {index}", bridge)
-    _take_plain(engine, bridge.share_object(_plain(engine)))
+    _load_plain(engine, bridge.share_object(_plain(engine)))
 
 
 def _overwrite_state(states: Any, flat: Tensor, name: str, bridge: ReplicaLink) -> None:
@@ -420,7 +420,7 @@ def _plain(engine: TrainingEngine) -> dict[str, Any]:
     }
 
 
-def _take_plain(engine: TrainingEngine, plain: dict[str, Any]) -> None:
+def _load_plain(engine: TrainingEngine, plain: dict[str, Any]) -> None:
     for group, values in zip(engine.optimizer.optimizer.param_groups, plain["groups"], strict=True):
         group.update(values)
     if plain["schedule"] is not None:
@@ -516,7 +516,7 @@ class Study(Hook):
             self._distances = ShardNorms(run.engine.optimizer, submodules, run.dims.tp_rank, bridge, run.host_group)
         if mode == PARAMETER_SYNC:
             assert self._distances is not None, "made for every mode but computation_sync"
-            self.in_step = ParameterSync(bridge, self._distances, self._tell_distances)
+            self.in_step = ParameterSync(bridge, self._distances, self._write_distances)
 
     def watches(self) -> list[Watch]:
         """Watches of the run's results, after fault injection; none in modes that compare states only."""
@@ -557,7 +557,7 @@ class Study(Hook):
             self._results.flush(run.step)
         if self._launch.section.mode == FREE_RUN and due:
             assert self._distances is not None, "made for every mode but computation_sync"
-            self._tell_distances("parameters", run.step, self._distances.measure(lambda fragment: fragment.master))
+            self._write_distances("parameters", run.step, self._distances.measure(lambda fragment: fragment.master))
         if self._launch.section.mode == FREE_RUN and run.step >= run.steps:
             self._evaluate(run)
         self._log.flush()
@@ -573,7 +573,7 @@ class Study(Hook):
             run.end.reason = f"{reasons[first]}, of replica {first} of the study"
             run.events.emit("stop", "requested", step=run.step, reason=run.end.reason)
 
-    def _tell_distances(self, kind: str, step: int, distances: list[NormDifference]) -> None:
+    def _write_distances(self, kind: str, step: int, distances: list[NormDifference]) -> None:
         if self._launch.world.rank != 0:
             return
         for one in distances:
@@ -632,18 +632,18 @@ class Study(Hook):
 class ParameterSync(Hook):
     """Compares gradients before the optimizer step, and takes over the trusted replica's state after it.
 
-    ``tell`` is called with (kind, step, distances).
+    ``write`` is called with (kind, step, distances).
     """
 
-    def __init__(self, bridge: ReplicaLink, distances: ShardNorms, tell: Any) -> None:
+    def __init__(self, bridge: ReplicaLink, distances: ShardNorms, write: Any) -> None:
         self._bridge = bridge
         self._distances = distances
-        self._tell = tell
+        self._write = write
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Compare the reduced gradients, before they are bounded or clipped."""
         found = self._distances.measure(lambda fragment: fragment.gradient)
-        self._tell("gradient", engine.step_number, found)
+        self._write("gradient", engine.step_number, found)
 
     def after_optimizer_step(self, engine: TrainingEngine) -> None:
         """Overwrite this replica's state with the trusted one's."""

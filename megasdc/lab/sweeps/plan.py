@@ -263,7 +263,7 @@ class _Builder:
         label = f"{where}, seed {seed}" + (f", to step {stop}" if stop else "")
         if start is not None and not self.runs[start.run_id].healthy:
             label += f", from {self.runs[start.run_id].label}"
-        return self._keep(config, label, start, donor=stop is not None)
+        return self._add(config, label, start, donor=stop is not None)
 
     def _refuse(self, cell: str, where: str, problems: Sequence[str]) -> None:
         """Stores problems; one that several nodes of a cell have is reported once."""
@@ -272,7 +272,7 @@ class _Builder:
                 self._bad.add((cell, problem))
                 self.problems.append(f"{where}: {problem}")
 
-    def _keep(self, config: RunConfig, label: str, start: StartCheckpoint | None, *, donor: bool) -> PlannedRun:
+    def _add(self, config: RunConfig, label: str, start: StartCheckpoint | None, *, donor: bool) -> PlannedRun:
         resolved = config.resolved()
         resolved["megasdc"]["faults"] = [spec.model_dump(mode="json") for spec in expand_faults(config.megasdc.faults)]
         sections = {name: value for name, value in resolved["megasdc"].items() if name not in _WITHOUT_EFFECT}

@@ -175,7 +175,7 @@ class Runner:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if run.start is not None and not run.start.weights:
-                _take_checkpoint(self._checkpoint(run.start), folder)
+                _link_checkpoint(self._checkpoint(run.start), folder)
             write_config(run, folder, self._checkpoint(run.start) if run.start and run.start.weights else None)
         except OSError as error:
             raise StorageError(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
@@ -208,9 +208,9 @@ class Runner:
         if not self._sweep.keep_checkpoints and not run.donor:
             for checkpoints in (folder / CHECKPOINTS, *folder.glob(f"replica_*/{CHECKPOINTS}")):
                 shutil.rmtree(checkpoints, ignore_errors=True)
-        return self._keep_outcome(run, outcome)
+        return self._record_outcome(run, outcome)
 
-    def _keep_outcome(self, run: PlannedRun, outcome: RunOutcome) -> RunOutcome:
+    def _record_outcome(self, run: PlannedRun, outcome: RunOutcome) -> RunOutcome:
         write_outcome(self._store.run_folder(run.run_id), outcome)
         self._store.outcomes[run.run_id] = outcome
         self._events.emit("sweep", "run_finished", run_id=run.run_id, status=outcome.status, reason=outcome.reason)
@@ -232,7 +232,7 @@ class Runner:
 
     def _not_run(self, run: PlannedRun, why: str) -> RunOutcome:
         self._store.run_folder(run.run_id).mkdir(parents=True, exist_ok=True)
-        return self._keep_outcome(run, RunOutcome(run.run_id, FAILED, why, None, None, 0, 0, 0.0, (), ()))
+        return self._record_outcome(run, RunOutcome(run.run_id, FAILED, why, None, None, 0, 0, 0.0, (), ()))
 
 
 def yardstick(sweep: SweepFile, run: PlannedRun) -> Yardstick:
@@ -274,7 +274,7 @@ def write_config(run: PlannedRun, folder: Path, weights: Path | None = None, **t
     return path
 
 
-def _take_checkpoint(checkpoint: Path, folder: Path) -> None:
+def _link_checkpoint(checkpoint: Path, folder: Path) -> None:
     """Hard-links the checkpoint from which a run goes on, unless it has its own; the folder appears by one rename."""
     own = folder / CHECKPOINTS
     if own.exists():

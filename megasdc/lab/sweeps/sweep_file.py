@@ -136,7 +136,7 @@ def load_sweep(path: Path | str, size: str | None) -> SweepFile:
     try:
         sweep = SweepFile.model_validate(raw)
     except ValidationError as error:
-        problems += [_told(raw, item) for item in error.errors(include_url=False, include_input=False)]
+        problems += [_sentence(raw, item) for item in error.errors(include_url=False, include_input=False)]
         raise ConfigError(problems, str(path)) from error
     if problems:
         raise ConfigError(problems, str(path))
@@ -170,7 +170,7 @@ def _completed(given: Named, known: Sequence[Named]) -> Named:
     return base.model_copy(update=said)
 
 
-def _told(raw: Any, item: Mapping[str, Any]) -> str:
+def _sentence(raw: Any, item: Mapping[str, Any]) -> str:
     """One problem as a sentence with dotted path, value and remedy."""
     path = tuple(item["loc"])
     value = _value_at(raw, path)

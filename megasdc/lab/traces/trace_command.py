@@ -139,7 +139,7 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_c
     epilog="Example: python tools/compare_traces.py runs/a runs/b --picture difference.html",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-def compare(
+def compare_trace_files(
     runs: Annotated[
         list[Path],
         typer.Argument(metavar="A B [C ...]", callback=at_home, help="Run folders, or folders of trace files."),

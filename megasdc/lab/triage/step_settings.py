@@ -92,7 +92,7 @@ def configs_of_starts(
     for start in reversed(starts[1:]):
         for path, old in start.changed.items():
             if path.startswith(fields):
-                _put(raw, path, old)
+                _set(raw, path, old)
         found.append(parse_config(raw, source=config.source, stored=True))
     return found[::-1]
 
@@ -117,7 +117,7 @@ def _settings(config: RunConfig, start: RunStart) -> StepSettings:
     )
 
 
-def _put(raw: dict[str, Any], path: str, value: Any) -> None:
+def _set(raw: dict[str, Any], path: str, value: Any) -> None:
     keys: list[Any] = [int(key) if key.isdecimal() else key for key in path.split(".")]
     place: Any = raw
     for key in keys[:-1]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE, Address
 from megasdc.common.errors import as_known_error
-from megasdc.common.imports import imports_kept
+from megasdc.common.imports import frozen_imports
 from megasdc.config.checks import check_layout
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.load import RunConfig, parse_config
@@ -40,7 +40,7 @@ def run_steps(config: RunConfig, steps: int, prepared: bool, folder: Path, messa
 
     Collective: all ranks of the world.
     """
-    with imports_kept():
+    with frozen_imports():
         from megasdc.data.dataset import build_datasets, verify_section_data
         from megasdc.data.loader import MemoryStream, MicroBatchLoader, SampleStream
         from megasdc.data.position import Order, Position

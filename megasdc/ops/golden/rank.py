@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.imports import imports_kept
+from megasdc.common.imports import frozen_imports
 
-with imports_kept():
+with frozen_imports():
     import torch
     import torch.distributed as dist
 

@@ -147,7 +147,7 @@ def _compare_with_first(
     layout: ParallelDims,
     workload: RunConfig,
 ) -> None:
-    """Take the first traces of a case, and compare all others with them."""
+    """Store the first traces of a case, and compare all others with them."""
     files = folder / f"repeat_{repeat:03d}" / f"case_{case:03d}"
     traces = {rank: read_trace(files / f"rank_{rank:05d}.arrow")[1] for rank in range(layout.world_size)}
     if (case, 0) not in kept:

@@ -135,7 +135,7 @@ class AgentLog:
         self._closed = False
 
     def write(self, ranks: list[dict[str, Any]], note: str = "", **more: Any) -> None:
-        """Take down where the ranks are: as a line, too, if it is time for one or there is a note; does not wait.
+        """Log where the ranks are: as a line, too, if it is time for one or there is a note; does not wait.
 
         Args:
             ranks: their positions.
@@ -332,7 +332,7 @@ class Agent:
         return self._own.leave
 
     def _log_positions(self, note: str = "") -> None:
-        """Take down where the ranks are, with what has happened."""
+        """Log where the ranks are, with what has happened."""
         devices, changes = self._telemetry.line()
         more: dict[str, Any] = {"devices": devices}
         for rank in self._ranks:
@@ -344,7 +344,7 @@ class Agent:
         self._journal.write([rank.position() for rank in self._ranks], note, **more)
 
     def _finish(self) -> None:
-        """Tell the others, keep what the next start can use, remove the records."""
+        """Publish the last state, save what the next start can use, remove the records."""
         gone = [rank.identity.rank for rank in self._ranks if rank.state == GONE and rank.progress.phase != Phase.DONE]
         if gone and self._report is None:
             self._report = self._build_report(self._limits())  # that they are gone, for hosts that wait for them

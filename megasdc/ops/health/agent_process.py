@@ -80,7 +80,7 @@ class AgentProcess:
         return not problem
 
     def _read_clock(self) -> None:
-        """Take how the clocks of this host differ from those of the front, as its agent has left it."""
+        """Read how the clocks of this host differ from those of the front, as its agent has left it."""
         with contextlib.suppress(OSError, ValueError):
             clock = read_own_json(self._options.folder / CLOCK_FILE)
             if clock != self._clock:

@@ -205,7 +205,7 @@ class GuardStragglers(Protection):
 
 
 def _restore_method(engine: Any, name: str, method: Any) -> None:
-    """Give an engine the method that it had of its own; None: that of its class."""
+    """Restore the method that an engine had of its own; None: that of its class."""
     if method is None:
         vars(engine).pop(name, None)
     else:

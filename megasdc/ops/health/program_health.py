@@ -89,11 +89,11 @@ class ProgramHealth:
 
     @property
     def is_reported(self) -> bool:
-        """Whether somebody else tells what this rank does."""
+        """Whether a caller reports what this rank does."""
         return self._tellers > 0
 
     def acquire(self, **place: int) -> None:
-        """Somebody tells what this rank does, from now until ``let_go``; ``place``: pp_rank, tp_rank, dp_rank."""
+        """A caller reports what this rank does, from now until ``release``; ``place``: pp_rank, tp_rank, dp_rank."""
         self._tellers += 1
         self._watch.also.update(place)
 
@@ -108,7 +108,7 @@ class ProgramHealth:
         return record
 
     def release(self) -> None:
-        """Who has taken it tells no more what this rank does."""
+        """A caller that has acquired it reports no more what this rank does."""
         self._tellers -= 1
 
     def close(self) -> None:

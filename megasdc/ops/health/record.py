@@ -193,7 +193,7 @@ class HeartbeatWriter:
         return self._requests[_ASKED]
 
     def mark_answered(self, number: int) -> None:
-        """Tell the agent that its request is answered."""
+        """Mark the agent's request as answered."""
         self._answered_at = time.monotonic()
         self._requests[_ANSWERED] = number
 
@@ -268,7 +268,7 @@ class RecordReader:
         }
 
     def request_stacks(self) -> int:
-        """Ask the rank for its stacks; returns the number of the request. ``ValueError`` as ``durations``."""
+        """Request the stacks of the rank; returns the number of the request. ``ValueError`` as ``durations``."""
         self._check_size()
         number = self._requests[_ASKED] + 1
         self._requests[_ASKED] = number
@@ -283,7 +283,7 @@ class RecordReader:
         return 0
 
     def request_exit(self) -> None:
-        """Tell the rank to end, after ``leave.json`` was written; one whose record was cut off is killed later."""
+        """Request that the rank end, after ``leave.json`` was written; one whose record was cut off is killed later."""
         with contextlib.suppress(ValueError):
             self._check_size()
             self._requests[_LEAVE] = 1

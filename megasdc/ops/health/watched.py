@@ -225,7 +225,7 @@ class WatchedRanks:
         return all(rank.stuck_s > limits.of(rank.progress, rank.first_step) for rank in waiting)
 
     def report(self, limits: PhaseLimits) -> dict[str, Any] | None:
-        """Ask all for their stacks and collectives, and return what is known of them: plain values, for other hosts.
+        """Request of all their stacks and collectives, and return what is known of them: plain values, for other hosts.
 
         None: one has moved meanwhile.
         """
@@ -266,17 +266,17 @@ class WatchedRanks:
         except (OSError, ValueError):
             return {}
 
-    def end(self, leave: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-        """Tell all to leave, and kill those that do not.
+    def end(self, leave: Mapping[str, Any], log: Callable[[str], None]) -> None:
+        """Request that all leave, and kill those that do not.
 
         Args:
             leave: ``exit_code`` and ``message``.
-            tell: called with what had to be done.
+            log: called with what had to be done.
         """
         try:
             write_durably(self._folder / LEAVE_FILE, json.dumps(leave) + "\n")
         except OSError as error:
-            tell(f"ranks cannot be told to leave, and are killed: {error}")
+            log(f"ranks cannot be told to leave, and are killed: {error}")
         else:
             for rank in self._ranks:
                 rank.record.request_exit()
@@ -284,13 +284,13 @@ class WatchedRanks:
         for rank in self._ranks:
             rank.update()
             if rank.state != GONE:
-                tell(f"rank {rank.identity.rank} did not leave and was killed")
+                log(f"rank {rank.identity.rank} did not leave and was killed")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.identity.pid, signal.SIGKILL)
         self._wait_until_gone(KILLED_S)
         for rank in self._ranks:
             if rank.state != GONE:
-                tell(f"rank {rank.identity.rank} was killed and does not end: its process is {rank.state}")
+                log(f"rank {rank.identity.rank} was killed and does not end: its process is {rank.state}")
 
     def _wait_until_gone(self, limit_s: float) -> None:
         until = time.monotonic() + limit_s

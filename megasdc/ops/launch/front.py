@@ -54,7 +54,7 @@ from megasdc.ops.launch.supervision import (
     print_front_message,
     wait_for_ranks,
 )
-from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, held_port
+from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, reserved_port
 from megasdc.parallel.rendezvous import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
 
 LOCAL_ADDRESS = "127.0.0.1"
@@ -201,7 +201,7 @@ def launch_run(
     if plan.needs.master_port is not None:
         return _launch_planned(plan, dry_run, quiet, on_verdict)
     # Held until the launch ends, so that no other launch takes the port before rank 0 listens on it.
-    with held_port() as port:
+    with reserved_port() as port:
         return _launch_planned(replace(plan, master_port=port), dry_run, quiet, on_verdict)
 
 
@@ -281,7 +281,7 @@ def _holding(plan: LaunchPlan) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"{plan.run_dir} cannot be made: {error.strerror}; choose another by --run-dir") from error
     holder = run_lock.Holder.this_process(secrets.token_hex(8), plan.launch_id)
-    lock = run_lock.take_lock(plan.run_dir, holder, print_front_message, plan.request.ended)
+    lock = run_lock.acquire_lock(plan.run_dir, holder, print_front_message, plan.request.ended)
     try:
         yield
     finally:

@@ -166,7 +166,7 @@ class Ranks:
             self._end(pid)
 
     def report_failed(self) -> None:
-        """Tell which ranks have failed by themselves, once, before the others are ended.
+        """Report which ranks have failed by themselves, once, before the others are ended.
 
         launch.py looks at them every second, in any order, and stops at the first that has failed: that one may have
         waited for another, which a signal has ended and which leaves no record itself.

@@ -30,7 +30,7 @@ import psutil
 if __name__ == "__main__":  # nothing has started during imports: Ctrl-C needs no cleanup
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
-from megasdc.common.imports import imports_kept
+from megasdc.common.imports import frozen_imports
 from megasdc.common.versions import LAUNCHER, check_private_names, ends_at_launch_error
 from megasdc.ops.launch import host_failed
 from megasdc.ops.launch.command import NODE_MODULE, RANK_MODULE, node_words
@@ -40,7 +40,7 @@ from megasdc.ops.launch.own_lines import FOLDER_VARIABLE, own_lines_to
 from megasdc.ops.launch.process import SRUN, end_launcher
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE
 
-with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv), imports_kept():
+with own_lines_to(os.environ.get(FOLDER_VARIABLE), sys.argv), frozen_imports():
     from deepspeed.launcher import runner
     from deepspeed.launcher.multinode_runner import PDSHRunner
 

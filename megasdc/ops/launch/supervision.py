@@ -42,7 +42,7 @@ def print_front_message(line: str) -> None:
 
 
 @dataclass
-class _Held:
+class _StoppedProcess:
     """A process that a signal has stopped, or that waits for a disk (T or D), since when, and whether it was killed.
 
     What it was at a look that is older than ``PAUSE_S`` and the time that a look takes says nothing.
@@ -69,7 +69,7 @@ class StoppedProcesses:
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
-        self._held: dict[str, dict[int, _Held]] = {}
+        self._stopped: dict[str, dict[int, _StoppedProcess]] = {}
         self._unseen: set[str] = set()
         self._looks_at = -math.inf
         self._looking: threading.Thread | None = None
@@ -77,7 +77,7 @@ class StoppedProcesses:
         """Processes that do not end though they were killed, by host."""
 
     def check(self, hosts: Sequence[str]) -> None:
-        """Look on some hosts, not more often than every ``LOOK_STOPPED_S``, in a thread."""
+        """Check some hosts, not more often than every ``LOOK_STOPPED_S``, in a thread."""
         is_looking = self._looking is not None and self._looking.is_alive()
         if hosts and not is_looking and time.monotonic() >= self._looks_at + LOOK_STOPPED_S:
             self._looks_at = time.monotonic()
@@ -88,11 +88,11 @@ class StoppedProcesses:
         program, transport = Path(running.__file__), self._plan.transport
         request: dict[str, object] = {"launch_id": self._plan.launch_id, "run_dir": str(self._plan.run_dir.resolve())}
         oldest = time.monotonic() - PAUSE_S - GATHER_TIMEOUT_S
-        self._held = {
+        self._stopped = {
             host: {pid: one for pid, one in held.items() if one.looked_at >= oldest}
-            for host, held in self._held.items()
+            for host, held in self._stopped.items()
         }
-        due = {host: [pid for pid, one in self._held.get(host, {}).items() if one.is_due] for host in hosts}
+        due = {host: [pid for pid, one in self._stopped.get(host, {}).items() if one.is_due] for host in hosts}
         fresh = [host for host in hosts if not due[host]]
         for alike in (fresh, *([host] for host in hosts if due[host])):
             kill = due[alike[0]] if alike else []  # an id says nothing on another host
@@ -107,12 +107,12 @@ class StoppedProcesses:
                     )
 
     def _update_host(self, host: str, found: dict[int, str], kill: Sequence[int]) -> None:
-        """Take down what does not run on a host, of which some were killed just now, and tell what is new."""
-        before, now = self._held.get(host, {}), time.monotonic()
+        """Record what does not run on a host, of which some were killed just now, and report what is new."""
+        before, now = self._stopped.get(host, {}), time.monotonic()
         held = {
             pid: replace(before[pid], looked_at=now)
             if pid in before and before[pid].state == state
-            else _Held(state, now, now)
+            else _StoppedProcess(state, now, now)
             for pid, state in found.items()
         }
         given_up = self.given_up.setdefault(host, set())
@@ -122,7 +122,7 @@ class StoppedProcesses:
         for pid in killed:
             held[pid].killed = True
         given_up.update(lost)
-        self._held[host] = held
+        self._stopped[host] = held
         for what, pids in (
             ("stopped by a signal", stopped),
             ("killed since they did not run, stopped by a signal or waiting for a disk", killed),

@@ -173,7 +173,7 @@ def _without_own_frames(error: BaseException) -> TracebackType | None:
 
 
 def _try_print(say: Callable[[], object]) -> None:
-    """Tell something where that is possible: a stream may be closed, or its other end."""
+    """Print something where that is possible: a stream may be closed, or its other end."""
     with suppress(OSError, ValueError):
         say()
 

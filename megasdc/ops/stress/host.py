@@ -78,7 +78,7 @@ def _tail(process: HostProcess) -> str:
 UNREACHABLE, DIED, HUNG, FAILED = "unreachable", "died", "hung", "failed"
 GRACE_S = 5.0
 """Seconds for a host's connection to end by itself before it is killed."""
-Place = tuple[str, int]
+WorkerId = tuple[str, int]
 """Host, and number of a process on it."""
 
 
@@ -116,23 +116,23 @@ class HostLinks:
         """Hosts that are not lost, in order."""
         return [host for host in self._hosts if host not in self.lost]
 
-    def places(self, hosts: Sequence[str], every: bool = False) -> list[Place]:
+    def places(self, hosts: Sequence[str], every: bool = False) -> list[WorkerId]:
         """Processes of hosts: those that test a device, or with ``every`` also those that only join collectives."""
         numbers = self.processes if every else self.slots
         return [(host, number) for host in hosts for number in range(numbers[host])]
 
-    def run_tasks(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
+    def run_tasks(self, tasks: Mapping[WorkerId, Mapping[str, Any]]) -> dict[WorkerId, dict[str, Any]]:
         """Sends tasks, each ``do`` and its arguments, to hosts that are alive, and waits for the answers.
 
         Returns by place ``{"ok": ...}`` or ``{"error": text}``; without those of hosts that were lost meanwhile.
         """
-        waiting: dict[int, Place] = {}
+        waiting: dict[int, WorkerId] = {}
         for place, task in tasks.items():
             self._tasks += 1
             waiting[self._tasks] = place
             if place[0] not in self.lost:
                 self._running[place[0]].send({**task, "slot": place[1], "id": self._tasks})
-        answers: dict[Place, dict[str, Any]] = {}
+        answers: dict[WorkerId, dict[str, Any]] = {}
         deadline = time.monotonic() + self.timeout_s
         while waiting := {number: place for number, place in waiting.items() if place[0] not in self.lost}:
             message = self._next_message(deadline, {host for host, _ in waiting.values()})

@@ -20,8 +20,8 @@ from megasdc.ops.stress.state import LINKS, HostState
 PLAN = ProbePlan(pings=20, transfers=5, payload_bytes=2 << 20)
 KEPT = 10
 """Last measurements of a pair that are kept."""
-Place = tuple[str, int]
-Ask = Callable[[Mapping[Place, Mapping[str, Any]]], dict[Place, dict[str, Any]]]
+WorkerId = tuple[str, int]
+Ask = Callable[[Mapping[WorkerId, Mapping[str, Any]]], dict[WorkerId, dict[str, Any]]]
 """Sends tasks to processes and returns their answers."""
 
 
@@ -81,8 +81,8 @@ def measure_pairs(
     opened = ask(
         {(pair[1], 0): {"do": "open_link", "towards": without_user(pair[0]), "token": secret[pair]} for pair in pairs}
     )
-    tasks: dict[Place, dict[str, Any]] = {}
-    answers: dict[Place, dict[str, Any]] = {}
+    tasks: dict[WorkerId, dict[str, Any]] = {}
+    answers: dict[WorkerId, dict[str, Any]] = {}
     for first, second in pairs:
         door = opened.get((second, 0))
         if door is not None and door["failed"] is None:

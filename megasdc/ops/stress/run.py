@@ -14,7 +14,7 @@ from megasdc.ops.launch.remote import Transport
 from megasdc.ops.stress.arrange import pairings, turns_of_round
 from megasdc.ops.stress.drill import DrillRequest, summarize_drills
 from megasdc.ops.stress.golden import GoldenFolder
-from megasdc.ops.stress.host import HostLinks, Place
+from megasdc.ops.stress.host import HostLinks, WorkerId
 from megasdc.ops.stress.host_verdict import HostVerdict
 from megasdc.ops.stress.pair_links import add_figures, measure_pairs
 from megasdc.ops.stress.result import stress_outcome
@@ -130,7 +130,7 @@ class _Test:
 
     def __init__(self, plan: StressPlan, states: dict[str, HostState], links: HostLinks) -> None:
         self._plan, self._states, self._links = plan, states, links
-        self._told: set[tuple[str, Place]] = set()
+        self._told: set[tuple[str, WorkerId]] = set()
         """Tests and processes to which the expected values have been sent."""
 
     def start(self) -> None:
@@ -187,7 +187,7 @@ class _Test:
             state.checked += said["checked"]
             state.add_results(GEMM, number, slot, said)
 
-    def _product_task(self, place: Place, number: int) -> dict[str, Any]:
+    def _product_task(self, place: WorkerId, number: int) -> dict[str, Any]:
         state, task = self._states[place[0]], {"do": "gemm", "round": number}
         if not self._is_first_use(GEMM, place):
             return task
@@ -216,7 +216,7 @@ class _Test:
                 finding["loss_step"] = parted
             state.add_results(TRAINING, number, slot, said)
 
-    def _training_task(self, place: Place, number: int, fresh: bool) -> dict[str, Any]:
+    def _training_task(self, place: WorkerId, number: int, fresh: bool) -> dict[str, Any]:
         state = self._states[place[0]]
         task: dict[str, Any] = {"do": "training", "round": number, "config": None, "whole": fresh}
         if not fresh:
@@ -254,12 +254,12 @@ class _Test:
             alive = set(self._links.alive)
             yield [pair for pair in turns[turn] if alive >= set(pair)]
 
-    def _run_collectives(self, number: int, groups: Mapping[tuple[str, ...], Sequence[Place]]) -> None:
+    def _run_collectives(self, number: int, groups: Mapping[tuple[str, ...], Sequence[WorkerId]]) -> None:
         """Runs collectives in several groups at once, and counts each host's right and wrong ones by partner."""
         opened = self._run_tasks(
             {places[0]: {"do": "open", "towards": self._route(hosts)} for hosts, places in groups.items()}
         )
-        tasks: dict[Place, dict[str, Any]] = {}
+        tasks: dict[WorkerId, dict[str, Any]] = {}
         for places in groups.values():
             if places[0] not in opened:
                 continue
@@ -279,7 +279,7 @@ class _Test:
             return None
         return without_user(hosts[-1]) if self._plan.remote else "127.0.0.1"
 
-    def _note_meeting(self, number: int, hosts: tuple[str, ...], place: Place, said: dict[str, Any]) -> None:
+    def _note_meeting(self, number: int, hosts: tuple[str, ...], place: WorkerId, said: dict[str, Any]) -> None:
         host, slot = place
         partner = ALONE if len(hosts) == 1 else next(one for one in hosts if one != host)
         state = self._states[host]
@@ -292,13 +292,13 @@ class _Test:
 
     # --- hosts ------------------------------------------------------------------------------------------------------
 
-    def _is_first_use(self, test: str, place: Place) -> bool:
+    def _is_first_use(self, test: str, place: WorkerId) -> bool:
         """Whether the expected values must still be sent to a process; True once."""
         fresh = (test, place) not in self._told
         self._told.add((test, place))
         return fresh
 
-    def _run_tasks(self, tasks: Mapping[Place, Mapping[str, Any]]) -> dict[Place, dict[str, Any]]:
+    def _run_tasks(self, tasks: Mapping[WorkerId, Mapping[str, Any]]) -> dict[WorkerId, dict[str, Any]]:
         """Answers of processes; a host with a process that failed its task is recorded as lost."""
         answers = self._links.run_tasks(tasks)
         for (host, slot), answer in answers.items():

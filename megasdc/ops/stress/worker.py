@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megasdc.common.imports import imports_kept
+from megasdc.common.imports import frozen_imports
 from megasdc.common.wire import encode_message, messages_of, own_address_towards
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.sections import DeterminismSection
@@ -24,7 +24,7 @@ class WorkerSlot:
     """The work of one process of a host; the first has number 0."""
 
     def __init__(self, number: int) -> None:
-        with imports_kept():
+        with frozen_imports():
             import torch
 
             from megasdc.determinism import set_deterministic

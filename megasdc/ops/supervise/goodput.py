@@ -216,7 +216,7 @@ class _Turn:
     by_s: float = 0.0
 
     def record_progress(self, trained: AttemptProgress | None) -> None:
-        """Take what the attempt has reported, whose times are as the date of its plan was."""
+        """Record what the attempt has reported, whose times are as the date of its plan was."""
         if trained is not None:
             began_at, last_at = trained.began_at + self.by_s, trained.last_at + self.by_s
             self.trained = replace(trained, began_at=began_at, last_at=last_at)

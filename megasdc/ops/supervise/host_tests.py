@@ -77,7 +77,7 @@ class Tests(Protocol):
         """
 
     def check(self, slots: Mapping[str, int], run: Mapping[str, int], stops: Callable[[], bool]) -> list[HostTest]:
-        """Look at once whether hosts are fit, as far as that takes no longer than a start; those that are not.
+        """Check at once whether hosts are fit, as far as that takes no longer than a start; those that are not.
 
         Args:
             slots: ranks of each.

@@ -105,7 +105,7 @@ class Supervisor:
         self._show()
 
     def _request_stop(self) -> None:
-        """Ask what runs to save and end, once."""
+        """Request that what runs saves and ends, once."""
         if self._asked != self._process:
             self._asked = self._process
             self._say("the run is asked to save and end")
@@ -166,7 +166,7 @@ class Supervisor:
         return len(self._history.chosen) < min(self._history.sizes)
 
     def _check_new_hosts(self) -> None:
-        """Look whether hosts that the next attempt takes instead of others are fit; those that are not are not used."""
+        """Check hosts that the next attempt takes instead of others; those that are not fit are not used."""
         history = self._history
         while history.attempt is not None and not self._stop.is_set():
             new = {host: count for host, count in history.chosen.items() if host not in history.attempt.slots}

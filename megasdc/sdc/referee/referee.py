@@ -97,7 +97,7 @@ class Referee:
     def exhibits(
         self, address: Address, values: Mapping[int, int], repeat: Callable[[], Mapping[int, int | None]]
     ) -> Iterator[Exhibit | str]:
-        """Repeat a result; returns this rank's exhibits of it, or texts why there is none; arguments as of ``ask``."""
+        """Repeat a result; returns this rank's exhibits of it, or texts why there is none; see ``judge``."""
         subject = _tried(partial(self._subject_of, address.fqn)) if self._rank in values else None
         kept: list[list[Call]] | str = []
         with ExitStack() as stack:

@@ -208,7 +208,7 @@ class BlockSums:
                 return
 
     def _answer(self, elements: Callable[[_Piece], Tensor]) -> None:
-        """Tell the rank before which of its blocks is claimed, and keep the one that the next rank claims.
+        """Send to the rank before which of its blocks is claimed, and keep the one that the next rank claims.
 
         Later the gradient is clipped. What is in the last set is not known yet, and kept until it is.
         """
@@ -231,7 +231,7 @@ class BlockSums:
             self._compare(self._open)
         return self._claim
 
-    def tell(self, claim: BlockMismatch, *, as_owner: bool) -> BlockSum:
+    def evidence_on(self, claim: BlockMismatch, *, as_owner: bool) -> BlockSum:
         """This rank's evidence on a block in dispute, from its own elements or from those it has received.
 
         Sync: waits for the device.

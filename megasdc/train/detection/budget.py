@@ -235,7 +235,7 @@ class _Tiers:
     def look(self) -> Asked:
         """Operations of looking at the results of one micro-batch."""
         section = self._sections.sdc.always_on
-        checksums = (self._recomputed() if self._compares_recompute else _NOTHING) + self._given() + self._links()
+        checksums = (self._recomputed() if self._compares_recompute else _NOTHING) + self._input_reads() + self._links()
         finite = self._finite() if section.enabled and section.finite else _NOTHING
         elements, messages = self._added_again()
         chained = int(section.enabled and section.chain) / self._at_once
@@ -275,7 +275,7 @@ class _Tiers:
         if section.finite:
             looks.append(f"NaN and Inf ({_size(self._finite() * covered)})")
         if section.tokens:
-            looks.append(f"tokens ({_size(self._given() * covered)})")
+            looks.append(f"tokens ({_size(self._input_reads() * covered)})")
         if section.chain:
             looks.append(f"links from gradient to parameters ({_size(self._links() * covered)})")
             sent = FP32_BYTES * self._added_again()[0] * self._at_once
@@ -298,7 +298,7 @@ class _Tiers:
     def _finite(self) -> Reads:
         return _sum(self._checked, (FORWARD, BACKWARD), self._dims.pipeline)
 
-    def _given(self) -> Reads:
+    def _input_reads(self) -> Reads:
         """Reads of tokens, labels and mask of a micro-batch, and of the same from the file."""
         section = self._sections.sdc.always_on
         per_token = 2 * (2 * _INT64_BYTES + FP32_BYTES)

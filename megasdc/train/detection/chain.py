@@ -154,9 +154,9 @@ class Chain(Hook):
         run.engine.step_control.record()
         if not getattr(self._optimizer, "cpu_offload", False):
             self._squares = BlockSums(run.engine, whole=self._budget.whole)
-        self._keep(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
+        self._digest_blocks(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
 
-    def _keep(self, following: int) -> None:
+    def _digest_blocks(self, following: int) -> None:
         """Start digests of the blocks of the state at which the following step looks."""
         with self._budget.looks:
             self._kept = start_digests(self._optimizer, self._due(following), self._algorithm)
@@ -221,7 +221,7 @@ class Chain(Hook):
         """Keep what the step used, and digests of the blocks at which the next step looks."""
         self._step, self._used = engine.step_number, engine.step_control.pop_used()
         self._pairs.append((self._kept, self._now))
-        self._keep(self._step + 1)
+        self._digest_blocks(self._step + 1)
 
     def before_save(self) -> None:
         """Compare what is about to be saved, since the next step would do so only after the save; no sync on a GPU."""
@@ -229,7 +229,7 @@ class Chain(Hook):
         self._compare_state()
         self._pairs.append((self._kept, self._now))
 
-    def take(self) -> ChainFindings:
+    def pop_findings(self) -> ChainFindings:
         """Findings since the last call.
 
         Sync: waits for the device.
@@ -348,9 +348,9 @@ class Chain(Hook):
             if rank == claim.owner:
                 fqn, slot = self._names[id(squares.parameter_of(claim))]
                 address = Address(step, None, REDUCED_GRAD, fqn, f"{slot}, sum of squares")
-                told = squares.tell(claim, as_owner=True), address
+                told = squares.evidence_on(claim, as_owner=True), address
             if rank == checker:
-                has = squares.tell(claim, as_owner=False)
+                has = squares.evidence_on(claim, as_owner=False)
             sent = gather_objects((told, has), self._group)
             (owns, address), received = sent[claim.owner][0], sent[checker][1]
             wrong = wrong_of(claim, checker, owns, received)

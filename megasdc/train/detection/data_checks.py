@@ -102,10 +102,10 @@ class TokenCheck(Hook):
             kept["labels"], kept["loss_mask"] = engine.labels_of(micro_batch)
         if engine.is_first_stage():
 
-            def keep(_: Any, args: Sequence[Any]) -> None:
+            def record_tokens(_: Any, args: Sequence[Any]) -> None:
                 kept["tokens"] = args[0]
 
-            self._handle = engine.module.register_forward_pre_hook(keep)
+            self._handle = engine.module.register_forward_pre_hook(record_tokens)
 
     def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """Stop keeping inputs."""
@@ -113,7 +113,7 @@ class TokenCheck(Hook):
             self._handle.remove()
             self._handle = None
 
-    def take(self, engine: TrainingEngine) -> WrongTokens | None:
+    def compare(self, engine: TrainingEngine) -> WrongTokens | None:
         """Compare the inputs kept since the last call; returns the first wrong one, or None. Waits for the device."""
         given, self._given = self._given, {}
         found = (self._compare(engine.step_number, number, kept) for number, kept in sorted(given.items()) if kept)
@@ -248,7 +248,7 @@ class PlaceCheck:
         """Compare this rank's place after a step."""
         return self._compare(self._before[self._dims.dp_rank])
 
-    def put_right(self) -> None:
+    def repair(self) -> None:
         """Take the places that most ranks have followed, and move the loader there; before a step or after one.
 
         Collective: all ranks of the world.
@@ -273,7 +273,7 @@ class PlaceCheck:
         self._before = advance(self._before, work, self._run.loader.samples_per_epoch)
         if self._is_accepted:
             self._is_accepted = False
-            self.put_right()
+            self.repair()
 
     @property
     def _reads(self) -> bool:

@@ -214,7 +214,7 @@ class FindingPolicy:
                 recompute_micro_batch,
                 earlier,
                 self._comparable,
-                lambda: self._ask_verified(step),
+                lambda: self._golden_verified(step),
             )
             again = self._act(step, found, repaired)
         return again
@@ -281,14 +281,14 @@ class FindingPolicy:
         """
         if self._golden is None:
             return 0.0
-        answer = self._golden.ask(step, self._section.repeats)
+        answer = self._golden.run(step, self._section.repeats)
         if found := answer.finding(step, self._suspects.ranks):
             self._act(step, found, repaired=False, in_step=False)
             self._commit(step, again=False)
         return answer.seconds
 
-    def _ask_verified(self, step: int) -> Mapping[int, bool] | None:
-        return None if self._golden is None else self._golden.ask(step).verified
+    def _golden_verified(self, step: int) -> Mapping[int, bool] | None:
+        return None if self._golden is None else self._golden.run(step).verified
 
     # --- what is done -------------------------------------------------------------------------------------------
 

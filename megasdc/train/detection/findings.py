@@ -208,7 +208,7 @@ class ParameterReader:
         """Start the checksums; on a GPU without a sync."""
         self._values = [self._algorithm.start(value.data) for _, _, value in self._parameters]
 
-    def take(self) -> Trace:
+    def pop_checksums(self) -> Trace:
         """Checksums since the last ``start``; empty without one. Waits for the device."""
         values, self._values = read_back(self._values), []
         if not values:
@@ -217,7 +217,7 @@ class ParameterReader:
         return Trace([Address(step, None, PARAMETER, fqn, slot) for fqn, slot, _ in self._parameters], values)
 
     def copies(self, trace: Trace) -> Trace:
-        """The part of ``take``'s trace for parameters of which every tensor rank has a whole copy."""
+        """The part of ``pop_checksums``'s trace for parameters of which every tensor rank has a whole copy."""
         places = [place for place, copied in enumerate(self._copied[: len(trace)]) if copied]
         return Trace([trace.addresses[place] for place in places], [trace.checksums[place] for place in places])
 
@@ -379,7 +379,7 @@ class Findings:
         """
         engine.optimizer.update_lp_params()
         self._parameters.start()
-        now = self._parameters.take()
+        now = self._parameters.pop_checksums()
         every = gather_objects((own.checksums, now.checksums), self._group)
         replicas = next(ranks for ranks in self._dims.positions if self._dims.rank in ranks)
         alike = [len(set(values)) == 1 for values in zip(*(every[rank][0] for rank in replicas), strict=True)]

@@ -273,7 +273,7 @@ class GoldenCheck:
         own = on_all_ranks(self._host, lambda: unfit_for(self.path, self._dims), UNREADABLE)
         return [reason for reason in gather_objects(own, self._host.host_group) if reason]
 
-    def ask(self, step: int, repeats: int = 0) -> GoldenAnswer:
+    def run(self, step: int, repeats: int = 0) -> GoldenAnswer:
         """Run the workload once, and if a rank differs ``repeats`` more times; fault injection gets ``step``.
 
         Raises:

@@ -17,7 +17,7 @@ from megasdc.sdc.rows import PRODUCTS, WrongRow, check_rows
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CopiedRows:
     """A product whose rows are to be summed, with the version of each of its tensors, which counts changes in place."""
 
     address: Address
@@ -53,7 +53,7 @@ class RowChecks(Hook):
         self._looked = False
         # With tensor parallelism results are summed over ranks in place, which no version counter sees.
         self._may_wait = run.dims.pipeline > 1 and run.dims.tensor == 1
-        self._kept: _Kept | None = None
+        self._kept: _CopiedRows | None = None
         self._wrong: WrongRow | None = None
 
     def choose(self, turn: int, of: int, *, looks: bool) -> None:
@@ -84,7 +84,7 @@ class RowChecks(Hook):
 
     def before_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """Keep the layer's calls in this pass."""
-        self._keep(micro_batch)
+        self._copy_rows(micro_batch)
 
     def after_forward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """Stop keeping calls."""
@@ -92,13 +92,13 @@ class RowChecks(Hook):
 
     def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """Keep the layer's calls in this pass, where activations are computed again."""
-        self._keep(micro_batch)
+        self._copy_rows(micro_batch)
 
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
         """Stop keeping calls."""
         self._stop()
 
-    def _keep(self, micro_batch: int) -> None:
+    def _copy_rows(self, micro_batch: int) -> None:
         if self._due is not None and micro_batch == self.micro_batch:
             self._keeping = record_calls(self._due[0].module, self._calls)
             self._keeping.__enter__()
@@ -126,15 +126,15 @@ class RowChecks(Hook):
             if exhibit is None or not exhibit.is_product:
                 self._not_checked(address, "what it was made of was not seen")
                 return
-            self._kept = _Kept(address, exhibit, _versions(exhibit))
+            self._kept = _CopiedRows(address, exhibit, _versions(exhibit))
             if not self._may_wait or phase == WEIGHT_GRAD:  # weights' gradients accumulate in place
-                self._look_at_kept()
+                self._check_copies()
 
     def while_waiting(self, engine: TrainingEngine) -> None:
         """Sum the rows of the kept products."""
-        self._look_at_kept()
+        self._check_copies()
 
-    def _look_at_kept(self) -> None:
+    def _check_copies(self) -> None:
         kept, self._kept = self._kept, None
         if kept is None:
             return
@@ -146,10 +146,10 @@ class RowChecks(Hook):
     def _not_checked(self, address: Address, reason: str) -> None:
         self._events.emit("sdc", "row_not_checked", step=address.step, address=str(address), reason=reason)
 
-    def take(self) -> WrongRow | None:
+    def pop_wrong(self) -> WrongRow | None:
         """The wrong product since the last call; None: none was found."""
         with self._clock:
-            self._look_at_kept()
+            self._check_copies()
         found, self._wrong = self._wrong, None
         return found
 

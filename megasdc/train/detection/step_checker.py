@@ -115,7 +115,7 @@ class PermutedReplay:
         with self._clock:
             self._tracer(address, result)
 
-    def take(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
+    def pop_trace(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
         """Trace of the audited micro-batch with elements in other places; without a fault it is equal to the audit's.
 
         The micro-batch was replayed in the step, or is computed now.
@@ -134,7 +134,7 @@ class PermutedReplay:
         """
         return self._places.compute(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])
 
-    def learn(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> bool:
+    def update(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> bool:
         """Try the micro-batch's operations again, after all others; returns whether more of them are no longer moved.
 
         Collective: all ranks of the world.
@@ -230,7 +230,7 @@ class StepChecker(Hook):
         self.slices: SliceChecks | None = None
         if sdc.always_on.enabled and size is not None:
             self.slices = SliceChecks(
-                size, policy.settle_slice, self._tell_weaker, budget, policy.settings, settings.checkable
+                size, policy.settle_slice, self._report_weaker, budget, policy.settings, settings.checkable
             )
         self.chain: Chain | None = None
         if sdc.always_on.enabled and sdc.always_on.chain:
@@ -340,7 +340,7 @@ class StepChecker(Hook):
                 logger.info("%s", line)
             run.events.emit("start", "checks", step=run.step, coverage=self.budget.lines)
         if left:
-            self._tell_weaker(left)
+            self._report_weaker(left)
         if self._golden_at_start:
             self._check_golden(run)
 
@@ -405,7 +405,7 @@ class StepChecker(Hook):
                 checked = compare_recomputed(self._checked.pop_trace())
                 seen = self._finite.pop_first(engine.dims)
             with budget.fixed:
-                parameters = self._parameters.take()
+                parameters = self._parameters.pop_checksums()
             with budget.audits:
                 if self._extra is not None:
                     self._compute_extra(engine, self._extra)
@@ -452,7 +452,7 @@ class StepChecker(Hook):
             if self.chain is not None:
                 self.chain.compare_copy()
             if of_place and self.place is not None:
-                self.place.put_right()
+                self.place.repair()
                 self._begin_batches(self._run, engine.step_number)
             elif engine.is_first_stage() or engine.is_last_stage():
                 self._batches.rewind()
@@ -465,7 +465,7 @@ class StepChecker(Hook):
         if chain is None:
             return ChainFindings(), None
         with self.budget.looks:
-            links = chain.take()
+            links = chain.pop_findings()
         return links, lambda earlier: chain.of_copy(links, earlier)
 
     def _agree(self, evidence: Evidence) -> Agreed:
@@ -498,7 +498,7 @@ class StepChecker(Hook):
             with nullcontext() if self.rows is None else self.rows.resting():
                 return compute(engine, self.recompute_micro_batch)
 
-        return PermutedResult(moved(permuted.take), lambda: moved(permuted.replay), lambda: moved(permuted.learn))
+        return PermutedResult(moved(permuted.pop_trace), lambda: moved(permuted.replay), lambda: moved(permuted.update))
 
     def _found_in_rows(self, engine: TrainingEngine) -> Rows | None:
         rows = self.rows
@@ -508,9 +508,9 @@ class StepChecker(Hook):
 
         def again() -> WrongRow | None:
             self.recompute_micro_batch(engine, micro_batch)
-            return rows.take()
+            return rows.pop_wrong()
 
-        return Rows(rows.take(), micro_batch, again)
+        return Rows(rows.pop_wrong(), micro_batch, again)
 
     def _found_in_tokens(self, engine: TrainingEngine) -> Given | None:
         tokens = self.tokens
@@ -525,11 +525,11 @@ class StepChecker(Hook):
             except (DataError, OSError) as error:  # others compute it too, and wait for this rank
                 failed = error
             self.recompute_micro_batch(engine, micro_batch)
-            found = tokens.take(engine)
+            found = tokens.compare(engine)
             return found if failed is None else unreadable(engine.step_number, micro_batch, failed)
 
         with self.budget.looks:
-            return Given(tokens.take(engine), again, lambda stays: self._batches.settle_renewed(stays=stays))
+            return Given(tokens.compare(engine), again, lambda stays: self._batches.settle_renewed(stays=stays))
 
     def _compute_extra(self, engine: TrainingEngine, extra: Shared) -> None:
         if engine.is_first_stage() or engine.is_last_stage():
@@ -555,7 +555,7 @@ class StepChecker(Hook):
         self._finite.pop_first(engine.dims)
         return self._audited.pop_trace(), self._checked.pop_trace()
 
-    def _tell_weaker(self, texts: Mapping[str, str]) -> None:
+    def _report_weaker(self, texts: Mapping[str, str]) -> None:
         """Print the table of what is covered again, and write its event: checks compare less than it said."""
         self._within |= texts
         run = self._run
@@ -605,7 +605,7 @@ class StepChecker(Hook):
             if self.chain is not None:
                 self.chain.before_save()
             links, of_copy = self._links()
-            settings, parameters = self._policy.settings.pop_digest(), self._parameters.take()
+            settings, parameters = self._policy.settings.pop_digest(), self._parameters.pop_checksums()
             evidence = Evidence(
                 parameters=parameters,
                 copies=self._parameters.copies(parameters),
@@ -621,7 +621,7 @@ class StepChecker(Hook):
                 return
             again = self._policy.settle_kept(run.engine, evidence, agreed, repaired=repaired)
             if of_place and self.place is not None:  # also where it is accepted: no resume would take the save
-                self.place.put_right()
+                self.place.repair()
             if not again:
                 return
             repaired = True

@@ -37,7 +37,7 @@ from tools.bench.detection.live_chain import (
     Cell,
     ChainDrill,
     ChainResult,
-    _is_told,
+    _is_declared,
 )
 from tools.bench.detection.options import CHAIN_KINDS
 
@@ -87,9 +87,9 @@ def test_what_the_table_of_a_run_tells(tmp_path: Path) -> None:
     events, shape = EventLog(tmp_path, 0), Shape(3, 1, 2, 2, False)
     events.emit("start", "coverage", step=0, table=render_coverage(sections, shape))
     events.close()
-    assert [_is_told(tmp_path, ROWS["update"], one) for one in (ONCE, SOMETIMES, ALWAYS)] == [True, True, False]
-    assert not _is_told(tmp_path, ROWS["parameter"], ONCE), "compared in every step"
-    assert not _is_told(tmp_path, "no such row", ONCE)
+    assert [_is_declared(tmp_path, ROWS["update"], one) for one in (ONCE, SOMETIMES, ALWAYS)] == [True, True, False]
+    assert not _is_declared(tmp_path, ROWS["parameter"], ONCE), "compared in every step"
+    assert not _is_declared(tmp_path, "no such row", ONCE)
     assert set(ROWS) == set(KINDS) and set(ROWS.values()) <= {row.phase for row in coverage_rows(sections, shape)}
 
 

@@ -57,13 +57,13 @@ def test_waiting_for_who_decides_is_no_cost(monkeypatch: pytest.MonkeyPatch) -> 
     hearing.may_start(0)  # asks at 0, goes on at 5
     hearing.may_start(1)  # asks at 5, goes on at 10
     told = [{"decided": {}, "announced": {0: 4.0, 1: 3.0}} if rank == 1 else {} for rank in range(4)]
-    assert hearing.heard_s(told) == pytest.approx((5 - 4) + (10 - 5))
+    assert hearing.receive_s(told) == pytest.approx((5 - 4) + (10 - 5))
     assert hearing.clock.parts == {}
 
     deciding = TimedGate(Gate(), ParallelDims(tensor=1, pipeline=2, data=2, rank=1))  # type: ignore[arg-type]
     deciding.may_start(0)
     assert deciding.told["decided"] == {0: 10.0} and deciding.clock.parts == {"decide": 5.0}
-    assert deciding.heard_s(told) == 0
+    assert deciding.receive_s(told) == 0
     deciding.begin()
     assert deciding.clock.parts == {}
 

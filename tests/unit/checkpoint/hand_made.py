@@ -26,7 +26,7 @@ from megasdc.checkpoint.manifest import (
 from megasdc.checkpoint.snapshot import describe_tensors
 from megasdc.checkpoint.views import shard_fragments
 from megasdc.config.model import ModelSection
-from megasdc.model.sharding import Split, parameter_splits, split_name, take_shard
+from megasdc.model.sharding import Split, parameter_splits, shard_of, split_name
 from megasdc.parallel.dims import ParallelDims
 
 MODEL: dict[str, Any] = {
@@ -179,7 +179,7 @@ def _write_states(
 
 
 def _shard(tensor: torch.Tensor, split: Split, dims: ParallelDims) -> torch.Tensor:
-    return take_shard(tensor, split, dims.tensor, dims.tp_rank).contiguous().clone()
+    return shard_of(tensor, split, dims.tensor, dims.tp_rank).contiguous().clone()
 
 
 def _shape(name: str) -> tuple[int, ...]:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import xxhash
 
 from megasdc.checkpoint.host_memory import (
-    HELD_FILE,
     OWNER_FILE,
     SLOT_FORMAT_VERSION,
-    HeldFile,
+    SLOT_MANIFEST_FILE,
+    SlotFile,
     SlotManifest,
     claim,
     linger,
@@ -140,12 +140,12 @@ def hold(folder: Path, rank: int, step: int) -> Path:
     for name in ("a", "b"):
         (slot / name).write_bytes(content := os.urandom(64))
         digest = xxhash.xxh3_128_hexdigest(content)
-        files.append(HeldFile(name=name, size_bytes=64, xxh3_128=digest, tensors=None))
+        files.append(SlotFile(name=name, size_bytes=64, xxh3_128=digest, tensors=None))
     record = SlotManifest(
         format_version=SLOT_FORMAT_VERSION, run="run", start=1, step=step, time=1.0, rank=rank, host="here",
         layout=[1, 1, 2], engine={}, versions={}, files=files, finite_step=step,
     )  # fmt: skip
-    (slot / HELD_FILE).write_text(record_text(record))
+    (slot / SLOT_MANIFEST_FILE).write_text(record_text(record))
     return slot / "a"
 
 

@@ -16,7 +16,7 @@ from megasdc.checkpoint.manifest import Layout, read_manifest
 from megasdc.checkpoint.tensor_files import ExtentReader
 from megasdc.checkpoint.views import locate_states, shard_fragments
 from megasdc.config.model import ModelSection
-from megasdc.model.sharding import parameter_splits, split_name, take_shard
+from megasdc.model.sharding import parameter_splits, shard_of, split_name
 from megasdc.optim.zero1 import Fragment
 from megasdc.parallel.dims import ParallelDims
 
@@ -28,7 +28,7 @@ SPLITS = parameter_splits(ModelSection.model_validate(MODEL))
 def owned(whole: Any, dims: ParallelDims) -> tuple[dict[str, Fragment], dict[str, torch.Tensor], list[int]]:
     """Fragments of a rank by name, its shards of one slot, and the number of elements of each group."""
     mine = [name for name in SPLITS if dims.pipeline == 1 or (split_name(name)[0] >= 3) == bool(dims.pp_rank)]
-    shards = {name: take_shard(whole[name], SPLITS[name], dims.tensor, dims.tp_rank).reshape(-1) for name in mine}
+    shards = {name: shard_of(whole[name], SPLITS[name], dims.tensor, dims.tp_rank).reshape(-1) for name in mine}
     fragments: dict[str, Fragment] = {}
     totals = []
     for group, names in enumerate(([n for n in mine if "norm" not in n], [n for n in mine if "norm" in n])):

@@ -21,11 +21,11 @@ import xxhash
 from megasdc.checkpoint import in_memory, save
 from megasdc.checkpoint.host_memory import (
     GUESTS,
-    HELD_FILE,
     SLOT_FORMAT_VERSION,
-    HeldFile,
+    SLOT_MANIFEST_FILE,
     Partner,
     PartnerReplicas,
+    SlotFile,
     SlotManifest,
     rank_folder,
 )
@@ -80,7 +80,7 @@ def filled(slot: Path, files: dict[str, bytes], versions: dict[str, str] | None 
     for name, content in files.items():
         (slot / name).write_bytes(content)
         digest = xxhash.xxh3_128_hexdigest(content)
-        held.append(HeldFile(name=name, size_bytes=len(content), xxh3_128=digest, tensors=None))
+        held.append(SlotFile(name=name, size_bytes=len(content), xxh3_128=digest, tensors=None))
     return SlotManifest(
         format_version=SLOT_FORMAT_VERSION, run="run", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
         engine={}, versions=versions or {}, files=held, finite_step=None,
@@ -176,7 +176,7 @@ def test_a_slot_that_comes_in_pieces_is_held_as_it_was_sent(tmp_path: Path) -> N
         files = dict(zip("abc", map(os.urandom, sizes), strict=True))
         partner.send(slot, filled(slot, files, versions))
         assert {name: (kept / name).read_bytes() for name in "abc"} == files
-        assert read_record(kept / HELD_FILE, SlotManifest, SLOT_FORMAT_VERSION).versions == versions
+        assert read_record(kept / SLOT_MANIFEST_FILE, SlotManifest, SLOT_FORMAT_VERSION).versions == versions
     record = filled(slot, files)
     for place in (0, 5 << 20, -1):
         changed = bytearray(files["b"])
@@ -184,7 +184,7 @@ def test_a_slot_that_comes_in_pieces_is_held_as_it_was_sent(tmp_path: Path) -> N
         (slot / "b").write_bytes(changed)
         with pytest.raises(OSError, match="what arrived there is not what its digests say"):
             partner.send(slot, record)
-        assert not (kept / HELD_FILE).exists(), place
+        assert not (kept / SLOT_MANIFEST_FILE).exists(), place
     partner.close()
     guests._door.close()
 
@@ -209,7 +209,7 @@ def test_a_slot_that_comes_byte_by_byte_is_held(tmp_path: Path) -> None:
         whole = sent == len(stream)
         assert ours.recv(100) == (encode_message({"right": True}) if whole else b"")
         kept = rank_folder(memory / GUESTS, 0) / slot.name
-        assert (kept / HELD_FILE).exists() == whole
+        assert (kept / SLOT_MANIFEST_FILE).exists() == whole
         if whole:
             assert {name: (kept / name).read_bytes() for name in files} == files
         ours.close()

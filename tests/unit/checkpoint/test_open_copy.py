@@ -11,7 +11,7 @@ import torch
 
 from megasdc.checkpoint.tensor_files import Extent, ExtentReader, Stamp
 from megasdc.checkpoint.views import Copy, Piece, WriterRank
-from megasdc.model.sharding import Split, take_shard
+from megasdc.model.sharding import Split, shard_of
 
 SHAPE = (12, 8)
 
@@ -26,7 +26,7 @@ def _copy(whole: torch.Tensor, split: Split, tensor: int, ends: tuple[int, ...],
     """A copy whose shards are in pieces that end at the given elements; in files, or else in memory."""
     shards = []
     for tp_rank in range(tensor):
-        flat = take_shard(whole, split, tensor, tp_rank).reshape(-1)
+        flat = shard_of(whole, split, tensor, tp_rank).reshape(-1)
         stored = flat if folder is None else _in_file(folder / f"{split.name}{tensor}_{tp_rank}", flat)
         places = [0, *(end for end in ends if end < flat.numel()), flat.numel()]
         pieces = [
@@ -62,7 +62,7 @@ def test_every_range_is_read(split: Split, tensor: int, ends: tuple[int, ...], i
                 for number, first, part in opened.arrangement.cut(start, out):
                     pieces[number][first : first + part.numel()] = part.reshape(-1)
     for number, (piece, held) in enumerate(zip(copy.pieces, pieces, strict=True)):
-        shard = take_shard(whole, split, tensor, piece.owner.tp or 0).reshape(-1)
+        shard = shard_of(whole, split, tensor, piece.owner.tp or 0).reshape(-1)
         assert torch.equal(held, shard[piece.start : piece.start + piece.numel])
         assert [opened.arrangement.place(number, element) for element in range(piece.numel)] == held.tolist()
     assert torch.equal(copy.read(), whole)

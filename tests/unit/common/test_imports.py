@@ -1,4 +1,4 @@
-"""What is imported under ``imports_kept`` is not searched for garbage, neither then nor later, and is what is used."""
+"""What is imported under ``frozen_imports`` is not searched for garbage, neither then nor later; it is what is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megasdc.common import imports
-from megasdc.common.imports import imports_kept
+from megasdc.common.imports import frozen_imports
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_what_is_made_inside_is_never_looked_at_again() -> None:
     seen = []
     gc.callbacks.append(lambda phase, info: seen.append(phase))
     try:
-        with imports_kept():
+        with frozen_imports():
             kept = [[] for _ in range(100_000)]  # many times what starts a collection
             assert seen == []
         assert gc.isenabled() and gc.get_freeze_count() >= len(kept)
@@ -38,7 +38,7 @@ def test_what_is_made_inside_is_never_looked_at_again() -> None:
 def test_who_collects_by_itself_goes_on_so() -> None:
     """Collections that were off before stay off; an error inside changes nothing of that."""
     gc.disable()
-    with pytest.raises(ImportError), imports_kept():
+    with pytest.raises(ImportError), frozen_imports():
         raise ImportError("no such library")
     assert not gc.isenabled()
 
@@ -47,7 +47,7 @@ def test_what_is_not_used_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> No
     """A package that a library only looks for is missing inside, and there afterwards; one that is in use stays."""
     monkeypatch.setattr(imports, "UNUSED", ("colorsys", "json"))
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    with imports_kept():
+    with frozen_imports():
         with pytest.raises(ModuleNotFoundError, match="colorsys"):
             importlib.import_module("colorsys")
         assert importlib.import_module("json").dumps([]) == "[]"

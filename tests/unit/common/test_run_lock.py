@@ -20,14 +20,22 @@ import pytest
 from megasdc.common import run_lock
 from megasdc.common.durable import replacing
 from megasdc.common.errors import LaunchError
-from megasdc.common.run_lock import Holder, RunLock, check_free, join_lock, others_kept_out, read_holder, take_lock
+from megasdc.common.run_lock import (
+    Holder,
+    RunLock,
+    acquire_lock,
+    check_free,
+    join_lock,
+    launches_locked_out,
+    read_holder,
+)
 from megasdc.lab.sweeps.sweep import alone
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from megasdc.common.run_lock import Holder, take_lock
-lock = take_lock(Path(sys.argv[1]), Holder.this_process("theirs", "20260102-030405-abcdef"), print)
+from megasdc.common.run_lock import Holder, acquire_lock
+lock = acquire_lock(Path(sys.argv[1]), Holder.this_process("theirs", "20260102-030405-abcdef"), print)
 if sys.argv[2] == "fork" and os.fork():
     print(os.getpid(), flush=True)
 elif sys.argv[2] != "fork":
@@ -83,7 +91,7 @@ def until(done: Callable[[], bool]) -> None:
 
 def test_a_folder_in_use_is_refused_with_who_has_it(tmp_path: Path, other: int, said: list[str]) -> None:
     """Launch, host, process and remedy are named, and the record stays theirs."""
-    for attempt in (lambda: take_lock(tmp_path, own(), said.append), lambda: check_free(tmp_path, said.append)):
+    for attempt in (lambda: acquire_lock(tmp_path, own(), said.append), lambda: check_free(tmp_path, said.append)):
         with pytest.raises(LaunchError) as caught:
             attempt()
         assert f"in use by launch 20260102-030405-abcdef (host {os.uname().nodename}, process {other}, since " in str(
@@ -102,7 +110,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path, other: int, said: list[s
         time.sleep(0.01)
     start = time.monotonic()
     check_free(tmp_path, said.append)
-    lock = take_lock(tmp_path, own(), said.append)
+    lock = acquire_lock(tmp_path, own(), said.append)
     assert time.monotonic() - start < run_lock.STALE_S / 2
     assert lock.replaced is not None and lock.replaced.pid == other
     lock.release()
@@ -111,7 +119,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path, other: int, said: list[s
 def test_a_process_id_used_again_is_another_process(tmp_path: Path, said: list[str]) -> None:
     """The record of a process that started at another time than the one with its id now does not count."""
     run_lock._write(tmp_path, replace(own("theirs"), process_start_ticks=1))
-    lock = take_lock(tmp_path, own(), said.append)
+    lock = acquire_lock(tmp_path, own(), said.append)
     assert lock.replaced is not None and lock.replaced.token == "theirs"
     lock.release()
 
@@ -119,7 +127,7 @@ def test_a_process_id_used_again_is_another_process(tmp_path: Path, said: list[s
 def test_release_leaves_nobody_recorded(tmp_path: Path, said: list[str]) -> None:
     """The next launch finds a free folder and nothing to tell."""
     for _ in range(2):
-        lock = take_lock(tmp_path, own(), said.append)
+        lock = acquire_lock(tmp_path, own(), said.append)
         assert lock.replaced is None
         lock.release()
     assert read_holder(tmp_path) is None
@@ -139,11 +147,11 @@ def test_what_was_killed_within_a_write_is_removed_a_day_later(tmp_path: Path, s
     assert len(left) == len(written)
     (tmp_path / ".tmp_notes").touch()
     (folder := tmp_path / f".tmp_replaced_x.{'0' * 32}").mkdir()
-    take_lock(tmp_path, own(), said.append).release()
+    acquire_lock(tmp_path, own(), said.append).release()
     assert all(path.exists() for path in left)
     for path in (*left, tmp_path / ".tmp_notes", folder):
         os.utime(path, (time.time() - 90_000,) * 2)
-    take_lock(tmp_path, own(), said.append).release()
+    acquire_lock(tmp_path, own(), said.append).release()
     assert sorted(tmp_path.rglob(".tmp_*")) == [tmp_path / ".tmp_notes", folder]
 
 
@@ -152,7 +160,7 @@ def test_another_host_lives_while_its_record_changes(tmp_path: Path, said: list[
     holder = far(tmp_path, since=0.0)
     beating = RunLock(tmp_path, holder, open(tmp_path / "unused", "w"), None, watched=True)  # noqa: SIM115 - closed by release
     with pytest.raises(LaunchError, match="host elsewhere, process 4242"):
-        take_lock(tmp_path, own(), said.append)
+        acquire_lock(tmp_path, own(), said.append)
     beating.release()
 
 
@@ -168,13 +176,13 @@ def test_another_host_is_gone_when_its_record_stands_still(
         if server_keeps_lock:
             fcntl.flock(kept, fcntl.LOCK_EX)
         start = time.monotonic()
-        lock = take_lock(tmp_path, own(), said.append)
+        lock = acquire_lock(tmp_path, own(), said.append)
         assert time.monotonic() - start >= run_lock.STALE_S
         assert lock.replaced is not None and lock.replaced.host == "elsewhere"
         with pytest.raises(LaunchError, match=str(os.getpid())):
-            take_lock(tmp_path, own("third"), said.append)
+            acquire_lock(tmp_path, own("third"), said.append)
         lock.release()
-        take_lock(tmp_path, own("fourth"), said.append).release()  # the lost host's lock is out of the way
+        acquire_lock(tmp_path, own("fourth"), said.append).release()  # the lost host's lock is out of the way
     assert any("waiting up to" in line for line in said)
 
 
@@ -185,7 +193,7 @@ def test_who_was_watched_once_is_not_watched_again(tmp_path: Path, said: list[st
     check_free(tmp_path, said.append)
     assert (found := read_holder(tmp_path)) is not None and found.silent
     start = time.monotonic()
-    take_lock(tmp_path, own(), said.append).release()
+    acquire_lock(tmp_path, own(), said.append).release()
     assert time.monotonic() - start < run_lock.STALE_S
 
 
@@ -202,7 +210,7 @@ def test_whose_launch_was_seen_to_end_is_not_watched(
         check_free(tmp_path, said.append, ended[:1])
     start = time.monotonic()
     check_free(tmp_path, said.append, ended)
-    lock = take_lock(tmp_path, own(), said.append, ended)
+    lock = acquire_lock(tmp_path, own(), said.append, ended)
     assert time.monotonic() - start < run_lock.STALE_S
     lock.wait_until_alone()
     assert time.monotonic() - start >= 1.0
@@ -220,7 +228,7 @@ def test_a_replaced_launch_that_writes_once_more_does_not_win(
     """Its record may overwrite the new one, where it had read the old before: ours returns, and we wait again."""
     monkeypatch.setattr(run_lock, "LEARN_S", 1.0)
     holder = far(tmp_path, launch_id="of-them")
-    lock = take_lock(tmp_path, own(), said.append, ["of-them"])
+    lock = acquire_lock(tmp_path, own(), said.append, ["of-them"])
     time.sleep(0.5)
     late = time.monotonic()  # before: on a slow disk the record is read while its write still goes on
     run_lock._write(tmp_path, holder)
@@ -235,7 +243,7 @@ def test_a_launch_that_lives_here_is_refused_though_it_was_seen_to_end(
 ) -> None:
     """A process can be seen, whatever anybody says of it."""
     with pytest.raises(LaunchError, match=f"process {other}"):
-        take_lock(tmp_path, own(), said.append, ["20260102-030405-abcdef"])
+        acquire_lock(tmp_path, own(), said.append, ["20260102-030405-abcdef"])
 
 
 def test_without_flock_the_record_guards(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,19 +254,19 @@ def test_without_flock_the_record_guards(tmp_path: Path, said: list[str], monkey
 
     monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
     monkeypatch.setattr(run_lock, "RACE_S", 0.1)
-    lock = take_lock(tmp_path, own(), said.append)
+    lock = acquire_lock(tmp_path, own(), said.append)
     assert "has no flock (No locks available); lock.json alone guards it" in said[0]
     with pytest.raises(LaunchError, match="in use by a launch"):
-        take_lock(tmp_path, own("second"), said.append)
+        acquire_lock(tmp_path, own("second"), said.append)
     lock.release()
 
 
 def test_ranks_of_a_launch_share_a_folder_and_take_their_own(tmp_path: Path, said: list[str]) -> None:
     """On a shared file system the launch has the folder already; on a node's own disk its first rank takes it."""
-    lock = take_lock(tmp_path, own("launch"), said.append)
+    lock = acquire_lock(tmp_path, own("launch"), said.append)
     assert join_lock(tmp_path, own("launch"), said.append) is None
     with pytest.raises(LaunchError, match="in use by"):
-        take_lock(tmp_path, own("other"), said.append)
+        acquire_lock(tmp_path, own("other"), said.append)
     (tmp_path / "local").mkdir()
     local = join_lock(tmp_path / "local", own("launch"), said.append)
     assert local is not None
@@ -268,7 +276,7 @@ def test_ranks_of_a_launch_share_a_folder_and_take_their_own(tmp_path: Path, sai
 
 def test_a_holder_learns_that_its_place_was_taken(tmp_path: Path, said: list[str], quick: None) -> None:
     """Who slept longer than others wait finds another's record, leaves it, and knows."""
-    lock = take_lock(tmp_path, own(), said.append)
+    lock = acquire_lock(tmp_path, own(), said.append)
     theirs = far(tmp_path)
     until(lambda: lock.taken_by is not None)
     lock.release()
@@ -278,25 +286,28 @@ def test_a_holder_learns_that_its_place_was_taken(tmp_path: Path, said: list[str
 def test_the_lock_of_a_sweep_is_another(tmp_path: Path, said: list[str]) -> None:
     """A run that is one task of a sweep is trained in a folder that the sweep itself holds."""
     with alone(tmp_path):
-        lock = take_lock(tmp_path, own(), said.append)
+        lock = acquire_lock(tmp_path, own(), said.append)
         assert (holder := read_holder(tmp_path)) is not None and holder.token == "ours"
         lock.release()
 
 
 def test_a_line_is_written_only_where_no_other_launch_works(tmp_path: Path, other: int, said: list[str]) -> None:
     """Not beside a living launch, but in its own folder, and where the last launch is dead or its host was given up."""
-    with others_kept_out(tmp_path, None, said.append) as free:
+    with launches_locked_out(tmp_path, None, said.append) as free:
         assert not free and f"process {other}, since " in said[0]
-    with others_kept_out(tmp_path, "theirs", said.append) as free:
+    with launches_locked_out(tmp_path, "theirs", said.append) as free:
         assert free, "another rank of the same launch holds it"
     os.kill(other, signal.SIGKILL)
     while run_lock.start_ticks(other) is not None:
         time.sleep(0.01)
-    with others_kept_out(tmp_path, None, said.append) as free, others_kept_out(tmp_path, None, said.append) as too:
+    with (
+        launches_locked_out(tmp_path, None, said.append) as free,
+        launches_locked_out(tmp_path, None, said.append) as too,
+    ):
         assert free and too, "ranks of one start write at the same time"
     for silent in (False, True):
         far(tmp_path, silent=silent)
-        with others_kept_out(tmp_path, None, said.append) as free:
+        with launches_locked_out(tmp_path, None, said.append) as free:
             assert free == silent
 
 
@@ -306,7 +317,7 @@ def test_a_folder_that_its_launch_releases_meanwhile_can_be_written(
     """One rank holds it while another finds it locked, and is gone when that looks who holds it."""
     seen = iter([read_holder(tmp_path)])
     monkeypatch.setattr(run_lock, "read_holder", lambda folder: next(seen, None))
-    with others_kept_out(tmp_path, "theirs", said.append) as free:
+    with launches_locked_out(tmp_path, "theirs", said.append) as free:
         assert free and not said
 
 
@@ -318,16 +329,16 @@ def test_nfs_shares_a_lock_with_readers_alone(tmp_path: Path, said: list[str], m
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
     monkeypatch.setattr(run_lock.fcntl, "flock", flock)
-    with others_kept_out(tmp_path, None, said.append) as free:
+    with launches_locked_out(tmp_path, None, said.append) as free:
         assert free
 
 
 def test_a_launch_waits_for_a_line_that_is_written(tmp_path: Path, said: list[str]) -> None:
     """Who takes the folder in that moment has it as soon as the line is there."""
     with ThreadPoolExecutor(1) as pool:
-        with others_kept_out(tmp_path, None, said.append) as free:
+        with launches_locked_out(tmp_path, None, said.append) as free:
             assert free
-            taking = pool.submit(take_lock, tmp_path, own(), said.append)
+            taking = pool.submit(acquire_lock, tmp_path, own(), said.append)
             time.sleep(0.3)
             assert not taking.done() and read_holder(tmp_path) is None
         taking.result(timeout=30).release()

@@ -20,10 +20,10 @@ import xxhash
 
 from megasdc.checkpoint.host_memory import (
     GUESTS,
-    HELD_FILE,
     SLOT_FORMAT_VERSION,
-    HeldFile,
+    SLOT_MANIFEST_FILE,
     Partner,
+    SlotFile,
     SlotManifest,
     rank_folder,
 )
@@ -74,7 +74,7 @@ def slot_of(folder: Path) -> tuple[Path, SlotManifest]:
     folder.mkdir()
     content = os.urandom(1 << 20)
     (folder / "part").write_bytes(content)
-    file = HeldFile(name="part", size_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content), tensors=None)
+    file = SlotFile(name="part", size_bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content), tensors=None)
     record = SlotManifest(
         format_version=SLOT_FORMAT_VERSION, run="r", start=1, step=1, time=1.0, rank=0, host="n", layout=[1, 1, 1],
         engine={}, versions={}, files=[file], finite_step=None,
@@ -98,7 +98,7 @@ def test_a_flood_does_not_end_a_partners_door(tmp_path: Path, descriptors: int) 
             partner.close()
             assert writer.poll() is None and threads_of(writer.pid) < 3 * MAX_UNKNOWN
     kept = rank_folder(tmp_path / "kept" / GUESTS, 0) / "slot_a"
-    assert (kept / HELD_FILE).is_file() and (kept / "part").read_bytes() == (slot / "part").read_bytes()
+    assert (kept / SLOT_MANIFEST_FILE).is_file() and (kept / "part").read_bytes() == (slot / "part").read_bytes()
 
 
 def test_a_secret_never_travels() -> None:

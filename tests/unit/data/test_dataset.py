@@ -16,7 +16,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasdc.common.errors import DataError
-from megasdc.data.dataset import build_datasets, kept_index
+from megasdc.data.dataset import build_datasets, cached_index
 from megasdc.data.manifest import DataManifest
 from megasdc.data.prepare import prepare
 
@@ -211,7 +211,7 @@ def test_an_interrupted_index_leaves_nothing(tmp_path):
     """Neither half an index nor the folder that it was written to; a file system without locks would keep it."""
     broken = np.array([_Interrupted()], dtype=object)
     with pytest.raises(KeyboardInterrupt):
-        kept_index(tmp_path / "index", ["one"], lambda: (broken,))
+        cached_index(tmp_path / "index", ["one"], lambda: (broken,))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -221,7 +221,7 @@ def test_a_lock_that_another_process_holds_is_told(tmp_path, monkeypatch, caplog
     with open(tmp_path / "lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN)).start()
-        (found,) = kept_index(tmp_path / "index", ["one"], lambda: (np.arange(3),))
+        (found,) = cached_index(tmp_path / "index", ["one"], lambda: (np.arange(3),))
     assert found.tolist() == [0, 1, 2] and caplog.text.count(f"holds {tmp_path / 'lock'}") == 1
 
 

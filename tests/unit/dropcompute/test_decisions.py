@@ -50,7 +50,7 @@ def record_of(*durations: float) -> StepRecord:
 def test_a_micro_batch_is_started_before_tau(tau: float, elapsed: float, starts: bool) -> None:
     """The rule `elapsed` counts from the beginning of the step, whatever micro-batches have taken."""
     clock, decisions = decisions_of()
-    decisions.learn(record_of(5.0, 5.0))
+    decisions.update(record_of(5.0, 5.0))
     decisions.tau_s = tau
     clock.now = 100.0 + elapsed
     assert decisions.decide(1) is starts
@@ -69,8 +69,8 @@ def test_predictive_leaves_room_for_what_is_expected(sigmas: float) -> None:
     """A micro-batch is started where mean and deviations of the earlier ones, of all steps, still fit before tau."""
     clock, decisions = decisions_of(sigmas)
     decisions.tau_s = 10.0
-    decisions.learn(record_of(1.0, 2.0))
-    decisions.learn(record_of(1.5, 4.0, 3.0))
+    decisions.update(record_of(1.0, 2.0))
+    decisions.update(record_of(1.5, 4.0, 3.0))
     seen = [1.0, 2.0, 1.5, 4.0, 3.0]
     last = 10.0 - (statistics.fmean(seen) + sigmas * statistics.pstdev(seen))
     for elapsed, starts in ((last - 0.01, True), (last + 0.01, False)):
@@ -82,9 +82,9 @@ def test_predictive_forgets_what_is_long_ago() -> None:
     """Only the last micro-batches count, so that what is expected follows a machine that has changed."""
     _, decisions = decisions_of(1.0)
     decisions.tau_s = 10.0
-    decisions.learn(record_of(*[100.0] * 300))
+    decisions.update(record_of(*[100.0] * 300))
     for _ in range(256):
-        decisions.learn(record_of(2.0))
+        decisions.update(record_of(2.0))
     assert decisions.time_left_s(1) == pytest.approx(8.0)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.parallel import local_ranks
-from megasdc.parallel.local_ranks import LocalMeeting, free_port, held_port, local_rank_environment
+from megasdc.parallel.local_ranks import LocalMeeting, free_port, local_rank_environment, reserved_port
 from megasdc.parallel.rendezvous import Identity, join_store
 
 
@@ -158,7 +158,7 @@ def test_a_held_port_is_for_one_listener() -> None:
     """While it is held, one store can listen there, a second one cannot, and nobody is given it as free."""
     import torch.distributed as dist
 
-    with held_port() as port:
+    with reserved_port() as port:
         with pytest.raises(OSError), socket.socket() as other:
             other.bind(("", port))
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

@@ -9,7 +9,7 @@ from torch import nn
 from megasdc.common.addresses import BACKWARD, FORWARD, RECOMPUTE, Address
 from megasdc.model.submodules import Submodule
 from megasdc.parallel.dims import ParallelDims
-from megasdc.sdc.nonfinite import Explanation, InputKinds, NonFinite, NonFiniteOrigin, explain, origin_here
+from megasdc.sdc.nonfinite import Explanation, InputKinds, NonFinite, NonFiniteOrigin, explain_origins, origin_here
 from megasdc.tensors.bits import NAN
 
 ORDER = ("a", "b", "loss")
@@ -43,7 +43,7 @@ def test_the_earliest_place_counts(
     reproduced: bool | None,
 ) -> None:
     """Of the step or of its repeat, whichever comes first; of equal ones the repeat, which has read the inputs."""
-    found = explain(before, after, ORDER, ONE)
+    found = explain_origins(before, after, ORDER, ONE)
     assert (found.rank, found.fields["fqn"], found.reproduced) == (rank, fqn, reproduced)
     assert found.fields["host"] == (None if rank is None else "host")
     assert {True: ", reproduced", False: "not reproduced", None: ""}[reproduced] in found.text

@@ -59,7 +59,7 @@ def test_layers_and_granularity_choose() -> None:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_tracer_records_what_it_was_asked_for(name: str) -> None:
-    """Of results of other submodules, steps, micro-batches and phases nothing is kept; ``take`` empties it."""
+    """Of results of other submodules, steps, micro-batches and phases nothing is kept; ``pop_trace`` empties it."""
     section = TraceSection(interval=2, micro_batches=[0], phases=["forward", "update"])
     tracer = Tracer(algorithm(name), section, ["loss"])
     value = torch.arange(5.0)

@@ -90,7 +90,7 @@ def test_a_block_that_is_added_wrongly_is_claimed_with_what_it_was(
                 seen[turn] = claim
                 for as_owner in (False, True):
                     block = gradient[64 * wrong : 64 * (wrong + 1)]
-                    assert sums.tell(claim, as_owner=as_owner).exact == _fsum(block.double().square().tolist())
+                    assert sums.evidence_on(claim, as_owner=as_owner).exact == _fsum(block.double().square().tolist())
         assert list(seen) == (list(range(16)) if whole else [wrong])
         assert {(claim.number, claim.place) for claim in seen.values()} == {(wrong, 0)}
 

@@ -101,7 +101,7 @@ def chain(tmp_path: Path) -> Iterator[Any]:
 def _settle(of: Any) -> Any:
     """What the running step finds of its parameters, and rules on it."""
     of.chain.compare_copy()
-    links = of.chain.take()
+    links = of.chain.pop_findings()
     return None if links.copy is None else of.chain.of_copy(links, ())
 
 

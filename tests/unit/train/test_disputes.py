@@ -44,7 +44,7 @@ class Parameters:
     def start(self) -> None:
         """Nothing runs in the background."""
 
-    def take(self) -> Trace:
+    def pop_checksums(self) -> Trace:
         return Trace(self.own.addresses, [2])
 
     def copies(self, trace: Trace) -> Trace:
@@ -243,7 +243,7 @@ def golden_answer(*computed: int) -> GoldenAnswer:
 def test_the_golden_trace_is_asked_with_what_was_found_before(group: None, tmp_path: Path) -> None:
     """A rank that is right when it computes again, on a device that was wrong once, is intermittent."""
     disputes, _ = started(tmp_path, intermittent="warn", not_reproduced="warn")
-    disputes._golden = SimpleNamespace(ask=lambda step, repeats: golden_answer(2, 1, 1))  # type: ignore[assignment]
+    disputes._golden = SimpleNamespace(run=lambda step, repeats: golden_answer(2, 1, 1))  # type: ignore[assignment]
     disputes.check_golden(STEP)
     disputes.check_golden(STEP)
     assert [one for one, _ in verdicts(tmp_path)] == ["not_reproduced", "intermittent"]
@@ -287,7 +287,7 @@ def test_what_the_golden_workload_finds_is_acted_upon(group: None, tmp_path: Pat
     disputes, _ = started(tmp_path, persistent="halt", not_reproduced="warn")
     ruling = RankVerdict(0, verdict, GOLDEN, Parameters.own.addresses[0], 1, 2)
     answer = SimpleNamespace(finding=lambda step, earlier: Finding("golden", None, (ruling,), 3), seconds=2.5)
-    golden = SimpleNamespace(ask=lambda step, repeats: answer)
+    golden = SimpleNamespace(run=lambda step, repeats: answer)
     disputes._golden = golden  # type: ignore[assignment]
     if verdict == PERSISTENT:
         with pytest.raises(CorruptionError, match="the golden check found"):

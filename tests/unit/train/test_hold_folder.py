@@ -22,7 +22,7 @@ def test_a_rank_waits_longer_than_its_timeout_for_a_lock_that_is_watched(
 
     def hold(rank: int, held: LockedFolders) -> int:
         time.sleep(0.0 if rank else 1.0)
-        return len(build.hold_folders([tmp_path / "run"], store, rank, 2, 0.1, held))
+        return len(build.lock_folders([tmp_path / "run"], store, rank, 2, 0.1, held))
 
     held = [LockedFolders(), LockedFolders()]
     with ThreadPoolExecutor(2) as pool:

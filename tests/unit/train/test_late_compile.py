@@ -68,8 +68,8 @@ def test_a_rank_imports_no_inductor_and_no_tracker() -> None:
     """All that training imports, and what DeepSpeed imports while it builds an optimizer, leaves what is unused out."""
     code = (
         "import sys\nfrom megasdc.train.main import IMPORTED_LATER, compiled_when_called\n"
-        "from megasdc.common.imports import UNUSED, imports_kept\n"
-        "with imports_kept(), compiled_when_called():\n    import megasdc.train.build, megasdc.train.main\n"
+        "from megasdc.common.imports import UNUSED, frozen_imports\n"
+        "with frozen_imports(), compiled_when_called():\n    import megasdc.train.build, megasdc.train.main\n"
         "import torch, deepspeed.runtime.zero.utils\nassert {*IMPORTED_LATER} <= {*sys.modules}\n"
         "from megatron.core.fusions.fused_bias_swiglu import swiglu\n"
         "assert swiglu.__wrapped__.__name__ == 'swiglu'\n"

@@ -31,7 +31,7 @@ def look(folder: Path, from_file: Any) -> Any:
     check.before_forward(engine, 0)
     engine.module(TOKENS)
     check.after_forward(engine, 0)
-    found = check.take(engine)
+    found = check.compare(engine)
     events.close()
     return found
 

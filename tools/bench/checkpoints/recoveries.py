@@ -33,7 +33,7 @@ from tools.bench.checkpoints.recovery_checks import (
     resumed_from,
     why_different,
 )
-from tools.bench.checkpoints.recovery_holdings import Holdings, look
+from tools.bench.checkpoints.recovery_holdings import Holdings, find_holdings
 from tools.bench.checkpoints.recovery_kinds import KINDS, SAVE_INTERVAL, STEPS, Drill, Resumed, Strike
 from tools.bench.checkpoints.recovery_start import FOLLOW_S, Place, Start
 from tools.bench.machine import describe_machine
@@ -212,7 +212,7 @@ def _starts(run: recovery_faults.Run, pids: list[int]) -> Iterator[tuple[Resumed
             yield resumed, problems
             return
         (place.run / RECORD_FILE).unlink(missing_ok=True)  # all its ranks have ended, also those of a lost host
-        found = look(place.run, run.checkpoints, run.hosts, place.ranks)
+        found = find_holdings(place.run, run.checkpoints, run.hosts, place.ranks)
         yield resumed, problems + check_holdings(place, kind, found, expected, since)
         expected, before = found, place.last_step()
     yield None, ["it has not ended"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasdc.checkpoint.files import list_steps, step_folder
-from tools.bench.checkpoints.recovery_holdings import look, lose_memory, slots
+from tools.bench.checkpoints.recovery_holdings import find_holdings, lose_memory, slots
 from tools.bench.checkpoints.recovery_kinds import Strike
 from tools.bench.checkpoints.recovery_start import Place, Start, agent_of, send
 from tools.bench.small.drill import flip_bit
@@ -131,25 +131,25 @@ def _end(run: Run, start: Start) -> None:
 def _flip_slot(run: Run, start: Start) -> None:
     """Flip a bit in a rank's own slot: while it trains, or in the step that a restart would take."""
     if run.chance.random() < 0.5:
-        _flip_held(run, guests=False, step=0)
+        _flip_in_slot(run, guests=False, step=0)
         _kill_rank(run, start)
     else:
         _end(run, start)
-        _flip_held(run, guests=False, step=_newest(run))
+        _flip_in_slot(run, guests=False, step=_newest(run))
 
 
 def _flip_guest(run: Run, start: Start) -> None:
     """Lose a host, and flip a bit in what a restart would take from its partner."""
     _lose_host(run, start)
     _end(run, start)
-    _flip_held(run, guests=True, step=_newest(run))
+    _flip_in_slot(run, guests=True, step=_newest(run))
 
 
 def _newest(run: Run) -> int:
-    return look(run.place.run, run.checkpoints, run.hosts, run.place.ranks).memory
+    return find_holdings(run.place.run, run.checkpoints, run.hosts, run.place.ranks).memory
 
 
-def _flip_held(run: Run, *, guests: bool, step: int) -> None:
+def _flip_in_slot(run: Run, *, guests: bool, step: int) -> None:
     """Flip a bit of a slot; ``step``: that it holds, 0: the newest."""
     found = slots(run.place.run, run.hosts, run.strike.rank, guests=guests)
     held = max(found, key=lambda one: (one.record.step == step, one.record.step), default=None)

@@ -63,7 +63,7 @@ def slots(run: Path, hosts: Sequence[str], rank: int, *, guests: bool) -> list[M
     return [one for one in found if one.is_guest == guests and one.record.rank == rank]
 
 
-def look(run: Path, checkpoints: Path, hosts: Sequence[str], ranks: int) -> Holdings:
+def find_holdings(run: Path, checkpoints: Path, hosts: Sequence[str], ranks: int) -> Holdings:
     """What a start on these hosts can go on from."""
     folders = [checkpoints / step_folder(step) for step in list_steps(checkpoints)]
     if checkpoints.is_dir():

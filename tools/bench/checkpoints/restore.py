@@ -165,7 +165,7 @@ def _rates(
     checkpoints, reads = folder / "checkpoints", list[float]()
     parts: list[dict[str, float]] = []
 
-    def take(message: dict[str, Any]) -> None:
+    def on_message(message: dict[str, Any]) -> None:
         if "parts" in message:
             parts.append(message["parts"])
             on_progress(what, len(parts), restores)
@@ -179,7 +179,7 @@ def _rates(
                 reads.append(_cat(files))
 
     arguments = {"raw": options.config(size, folder / "run", {}, data), "folder": checkpoints, "restores": restores}
-    run_in_ranks(restore_in_blocks, arguments, 1, folder, take)
+    run_in_ranks(restore_in_blocks, arguments, 1, folder, on_message)
     size_bytes = sum(path.stat().st_size for path in checkpoints.rglob("*") if path.is_file())
     return [
         Rate(size, place, size_bytes, reads[first + 2 :: 2], parts[first + 2 :: 2])

@@ -486,7 +486,7 @@ class _Runs:
             common = (one.number, one.layout, one.precision, one.kinds, one.persistence, one.specs)
             changed = _changed(run.parent)
             passed = _passed(run.parent)
-            told = all(_is_told(run.parent, ROWS[one.owners[spec]], one.persistence) for spec in passed)
+            told = all(_is_declared(run.parent, ROWS[one.owners[spec]], one.persistence) for spec in passed)
             late = bool(found and passed)
             drills.append(ChainDrill(*common, changed, found, named, own, tuple(differs), told, late))
         return drills
@@ -540,7 +540,7 @@ def _changed(run: Path) -> tuple[int, ...]:
     return tuple(sorted({one.rank for one in firings if one.fields["changed"]}))
 
 
-def _is_told(run: Path, row: str, persistence: str) -> bool:
+def _is_declared(run: Path, row: str, persistence: str) -> bool:
     """Whether the table that a run printed says that a fault may pass.
 
     It has the row, and not among those that are compared in every step; a fault that comes again each time may only

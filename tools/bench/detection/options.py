@@ -146,7 +146,7 @@ class CampaignOptions:
     fuse: bool = option(False, "With model.fuse.")
 
     @property
-    def given(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Arguments of the options of the campaign that runs."""
         given = {name: value for name, value in vars(self).items() if name != "live" and value is not None}
         if self.drills and not (self.faults or self.layouts):

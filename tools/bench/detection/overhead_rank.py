@@ -135,7 +135,7 @@ class OverheadRank:
     """The engine of a rank, and steps with each kind of check; a block is one step of each kind.
 
     Args:
-        kept: how many steps ``keep`` may take in all.
+        kept: how many steps ``run_with_budget`` may take in all.
 
     Collective: all ranks of the world.
     """
@@ -201,7 +201,7 @@ class OverheadRank:
         wall_s, parts = max(found, key=lambda one: sum(one[1].values()) / one[0])
         return {"wall_s": wall_s, "parts": parts}
 
-    def keep(self, steps: int) -> dict[str, Any]:
+    def run_with_budget(self, steps: int) -> dict[str, Any]:
         """Take steps in a row with all checks at their defaults, as a run does that keeps them within its budget.
 
         Returns:
@@ -332,5 +332,5 @@ def measure_rank(messages: Messages, options: TrainBenchOptions, folder: Path, k
         messages.send(rates=measure_rates(rank.engine))
 
     take_turns(messages, f"blocks, H={options.hidden}", STEPS, options.blocks, rank.step, send_rates)
-    messages.send(kept=rank.keep(kept))
+    messages.send(kept=rank.run_with_budget(kept))
     rank.close()

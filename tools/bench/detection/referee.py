@@ -128,26 +128,26 @@ def bench_referee(options: RefereeOptions, on_progress: Progress = ignore_progre
     answers: list[Answers] = []
     total = len(KINDS) * len(TYPES)
     on_progress("kinds of results", 0, total)
-    for one in ask_referee(options):
+    for one in judge_results(options):
         answers.append(one)
         on_progress("kinds of results", len(answers), total)
     return RefereeResult(machine, options, answers)
 
 
-def ask_referee(options: RefereeOptions) -> Iterator[Answers]:
+def judge_results(options: RefereeOptions) -> Iterator[Answers]:
     """Ask of one kind of result after the other, in each type, on the device that is the options'."""
     undo = set_deterministic(DeterminismSection.model_validate({"enabled": True}))  # what a run permits its libraries
     try:
         for name, make in KINDS.items():
             for kind, dtype in TYPES.items():
                 with torch.device(options.device):
-                    found = _ask(name, kind, partial(make, options.width, dtype), options)
+                    found = _judge(name, kind, partial(make, options.width, dtype), options)
                 yield found
     finally:
         undo()
 
 
-def _ask(name: str, kind: str, draw: Callable[[], Drawn], options: RefereeOptions) -> Answers:
+def _judge(name: str, kind: str, draw: Callable[[], Drawn], options: RefereeOptions) -> Answers:
     found = Answers(name, kind, 0, 0, 0, 0.0, 0, ())
     flips = torch.zeros((), dtype=torch.int64)
     torch.manual_seed(options.seed)

@@ -225,7 +225,7 @@ class TimedGate:
         self.told["announced"][micro_batch] = time.perf_counter()
         self.clock.timed("announce", self._inner.announce, micro_batch, starts)
 
-    def heard_s(self, told: list[dict[str, Moments]]) -> float:
+    def receive_s(self, told: list[dict[str, Moments]]) -> float:
         """Seconds in which this rank received decisions in the step that ended, without waiting for the senders.
 
         ``told`` is that of every rank.
@@ -264,7 +264,7 @@ def measure_rank(messages: Messages, config: dict[str, Any], vocab: int) -> None
         run.progress.step = result.step
         hook.after_step(run, result)
         wall_s = time.perf_counter() - began
-        heard_s = gate.heard_s(gather_objects(gate.told))
+        heard_s = gate.receive_s(gather_objects(gate.told))
         parts = {
             "decide, send": gate.clock.parts.get("decide", 0.0),
             "announce": gate.clock.parts.get("announce", 0.0),

@@ -78,7 +78,7 @@ class GuardCostResult(Result):
                 f"{one.share.median:.3%}",
                 f"{one.share.low:.3%} - {one.share.high:.3%}",
                 f"{BAR:.0%}",
-                _said(one.passed),
+                _verdict(one.passed),
             )
             for one in self.always
         ]
@@ -89,7 +89,7 @@ class GuardCostResult(Result):
             (
                 *(one.name, f"{1000 * one.seconds.median:.0f}", f"{one.seconds.median / one.step_s:.2f}"),
                 *(str(one.interval), f"{one.share:.2%}"),
-                *(f"{SHARE_BAR:.1%}" if one.name == AUDIT else "", _said(one.passed)),
+                *(f"{SHARE_BAR:.1%}" if one.name == AUDIT else "", _verdict(one.passed)),
             )
             for one in self.sometimes
         ]
@@ -117,5 +117,5 @@ def bench_guard_cost(options: GuardCostOptions, on_progress: Progress = ignore_p
     )
 
 
-def _said(passed: bool) -> str:
+def _verdict(passed: bool) -> str:
     return "pass" if passed else "FAIL"

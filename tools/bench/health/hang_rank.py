@@ -64,7 +64,7 @@ class Hang(Hook):
         strike = self._strike
         if not self._causes or engine.step_number != strike.step or phase != strike.phase:
             return
-        self._tell()
+        self._record_start()
         if strike.kind == "loop":
             while True:
                 time.sleep(0.001)
@@ -74,11 +74,11 @@ class Hang(Hook):
         """Skip a collective that all others join, or call two in the order that the other rank has not."""
         if self._strike.kind == "skip":
             if self._causes:
-                self._tell()
+                self._record_start()
             else:
                 dist.all_reduce(torch.zeros(8), group=self._everyone)
         elif self._strike.kind == "order" and self._causes:
-            self._tell()
+            self._record_start()
             first = self._rank == self._strike.ranks[0]
             for group in self._pairs if first else reversed(self._pairs):
                 dist.all_reduce(torch.zeros(8), group=group)
@@ -91,12 +91,12 @@ class Hang(Hook):
 
     def _block(self, *_: Any) -> NoReturn:
         """Wait in the kernel for what never comes."""
-        self._tell()
+        self._record_start()
         reading, _writing = os.pipe()
         os.read(reading, 1)
         raise AssertionError("nobody writes into this pipe")
 
-    def _tell(self) -> None:
+    def _record_start(self) -> None:
         """Keep when it began; the first rank's time counts."""
         try:
             with open(self._struck, "x", encoding="utf-8") as file:

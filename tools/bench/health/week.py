@@ -220,7 +220,7 @@ def duration_growth(folder: Path, looks: int) -> Growth:
         reader, kept = RecordReader(record_path(records, 0)), load_durations(kept_file)
         phases = [one for one in Phase if one is not Phase.DONE]
 
-        def look(number: int) -> Durations:
+        def enter_phases(number: int) -> Durations:
             for one in range(10):
                 writer.enter(phases[(number + one) % len(phases)], number, one)
             writer.count()
@@ -229,7 +229,7 @@ def duration_growth(folder: Path, looks: int) -> Growth:
                 save_durations(kept_file, found)
             return found
 
-        return look
+        return enter_phases
 
     limit = 16 * len(Phase) * BUCKETS  # digits of a count, and what is between counts
     return measure_growth("durations, readings", looks, make, (kept_file, limit))

@@ -71,9 +71,9 @@ class RateResult(Result):
         rows = [
             (
                 "x".join(map(str, one.layout)),
-                _told(one.fewer),
+                _interval(one.fewer),
                 f"{one.expected:.3f}, within {FEWER_BAR:.0%}",
-                _told(one.ready),
+                _interval(one.ready),
                 f"{READY_BAR}",
                 "pass" if one.passed else "FAIL",
             )
@@ -125,5 +125,5 @@ def _step_times(run: Path) -> list[float]:
     return [seconds for step, seconds in sorted(times.items()) if step >= FIRST]
 
 
-def _told(ratio: Estimate) -> str:
+def _interval(ratio: Estimate) -> str:
     return f"{ratio.median:.4f} ({ratio.low:.4f} - {ratio.high:.4f})"

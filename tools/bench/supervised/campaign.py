@@ -175,7 +175,7 @@ class _Runs:
         spares = max((KINDS[kind].spares for kind in kinds), default=SPARES)
         strikes: list[Strike] = []
         with self._engine(folder, math.prod(training.layout) // slots, spares, slots, chance) as target:
-            write_config(target, target.give_data(self._data), training, kinds)
+            write_config(target, target.copy_data(self._data), training, kinds)
             for before in (KINDS[kind].before for kind in kinds):
                 if before is not None:
                     before(target)
@@ -190,7 +190,7 @@ class _Runs:
                 target.undo()
                 time.sleep(_POLL_S)
             run, truthful = target.run, _truthful_end(target, kinds, code)
-            target.keep_own_checkpoints()
+            target.copy_own_checkpoints()
         drill = read_drill(kinds, training.layout, run, strikes, time.monotonic() - started)
         problems = [*target.problems, *drill.problems]
         if all(KINDS[kind].blames for kind in kinds) and kinds:

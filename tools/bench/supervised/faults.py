@@ -249,7 +249,7 @@ def _run_folder_full(run: Target) -> None:
     until = time.monotonic() + seconds
     run.told.append(f"the run folder is full for {seconds:.0f} s")
 
-    def keep_full() -> None:
+    def fill_disk() -> None:
         if time.monotonic() >= until:
             _resize(run.run, RUN_BYTES)
             return
@@ -262,9 +262,9 @@ def _run_folder_full(run: Target) -> None:
             if time.monotonic() >= until:
                 run.told.append(f"the run folder was not full at the end: {problem or 'what made it so had no effect'}")
                 break
-        run.later(keep_full, (0.0, 0.0))
+        run.later(fill_disk, (0.0, 0.0))
 
-    keep_full()
+    fill_disk()
 
 
 def _resize(folder: Path, size_bytes: int) -> None:

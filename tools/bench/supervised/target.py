@@ -92,7 +92,7 @@ class Target(ABC):
         """Start another supervisor of the run, elsewhere, which must be refused."""
         raise NotImplementedError("only without a scheduler")
 
-    def give_data(self, data: Path) -> Path:
+    def copy_data(self, data: Path) -> Path:
         """Path at which the hosts find the prepared data."""
         return data
 
@@ -186,7 +186,7 @@ class Target(ABC):
         self.unfit.add(host)
         self.later(fit_again, seconds)
 
-    def keep_own_checkpoints(self) -> None:
+    def copy_own_checkpoints(self) -> None:
         """Copy what hosts have saved in folders of their own to where it stays once they have gone."""
         own, kept = self.folder / LOCAL, self.folder / OWN_ENDS
         for host in self.hosts.names[1:]:
@@ -265,7 +265,7 @@ class SshTarget(Target):
         """See ``Target``."""
         self.hosts.boot(host)
 
-    def give_data(self, data: Path) -> Path:
+    def copy_data(self, data: Path) -> Path:
         """See ``Target``; each host has its own copy."""
         for host in self.hosts.names:
             shutil.copytree(data, self.data_of(host), dirs_exist_ok=True)

@@ -200,16 +200,16 @@ class _Turns:
         self._changed = threading.Condition()
         self._on_progress = on_progress
 
-    def take(self, side: int) -> None:
+    def acquire(self, side: int) -> None:
         """Wait until it is a side's turn, which ends its turn before; MegasdcError if the other side failed."""
-        self.leave(side)
+        self.release(side)
         with self._changed:
             self._changed.wait_for(lambda: self._failed or (self._running is None and self._order[self._done] == side))
             if self._failed:
                 raise MegasdcError("the other loop failed")
             self._running = side
 
-    def leave(self, side: int) -> None:
+    def release(self, side: int) -> None:
         """End a side's turn, if it has one."""
         with self._changed:
             if self._running == side:
@@ -233,18 +233,18 @@ def _run_apart(options: TrainBenchOptions, against: str, folder: Path, on_progre
     def run(side: int, name: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
 
-        def take(message: dict[str, Any]) -> None:
+        def on_message(message: dict[str, Any]) -> None:
             if "side" not in message:
-                turns.take(side)
+                turns.acquire(side)
             else:
-                turns.leave(side)
+                turns.release(side)
                 found.update(message["side"])
 
         place = folder / name
         place.mkdir()
         arguments = {"options": options, "name": name, "folder": place}
         try:
-            run_in_ranks(run_apart, arguments, options.ranks, place, take, threads=options.threads, fresh=True)
+            run_in_ranks(run_apart, arguments, options.ranks, place, on_message, threads=options.threads, fresh=True)
         except BaseException:
             turns.fail()
             raise

@@ -109,7 +109,7 @@ class Setting:
         return HuggingFaceLoop(self.config, self.layout, self.options, batches, compiled=name == "hf-compiled")
 
 
-def meet(options: TrainBenchOptions, folder: Path) -> Setting:
+def join_ranks(options: TrainBenchOptions, folder: Path) -> Setting:
     """Join the other ranks.
 
     Collective: all ranks of the world.
@@ -134,7 +134,7 @@ def compare(messages: Messages, options: TrainBenchOptions, against: str, folder
     Collective: all ranks of the world.
     """
     prepare_cpu(options.threads)
-    setting = meet(options, folder)
+    setting = join_ranks(options, folder)
     if against in WITH:
         names, other_folder = (against, OURS), prepare_run_folder(folder / "other")
     else:
@@ -163,7 +163,7 @@ def run_apart(messages: Messages, options: TrainBenchOptions, name: str, folder:
     """
     if name == OURS:
         prepare_cpu(options.threads)
-    setting = meet(options, folder)
+    setting = join_ranks(options, folder)
     loop = setting.build(name)
     groups.set_all_timeouts(setting.config.megasdc.parallel.timeout_s)
     loop.run(options.warmup_steps)

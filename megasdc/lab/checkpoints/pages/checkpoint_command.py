@@ -64,7 +64,7 @@ def drift_page(report: DriftReport) -> Page:
         verdict=verdicts[0] if len(verdicts) == 1 else _headline(report),
         state="unsure" if unsure else "same" if report.same else "different",
         sentences=[definition, *(verdicts if len(verdicts) > 1 else [])],
-        notes=told(report),
+        notes=notes_of(report),
         sections=[
             *([PageSection("Not compared", items=report.problems)] if report.problems else []),
             PageSection("Over the steps", figures=[_curves(report)]),
@@ -90,7 +90,7 @@ def _table(report: DriftReport, run: str, place: int) -> Table:
     return Table(f"drift_{place}", ("step", "whole", *groups, "elements that differ"), rows, searched=False)
 
 
-def told(report: DriftReport) -> list[str]:
+def notes_of(report: DriftReport) -> list[str]:
     """Notes of a report, including steps that a folder lacks."""
     return [
         *(f"{folder} does not keep step {', '.join(map(str, steps))}" for folder, steps in report.lacking.items()),
@@ -313,7 +313,7 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_c
     epilog="Example: python tools/compare_checkpoints.py runs/a/checkpoints/step_00000100 runs/b/.../step_00000100",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-def compare(
+def compare_folders(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(

@@ -46,13 +46,13 @@ def make_manifest(path: Path, out: str | None, jobs: int | None, as_json: bool) 
             write_atomically(target, text)
         except OSError as error:
             raise StorageError(f"{target} cannot be written: {error.strerror}; choose another --out") from error
-        _say(digest, str(target), len(text), duration_s, as_json)
+        _print(digest, str(target), len(text), duration_s, as_json)
     for file in digest.files:
         if file.problem is not None:
             echo(f"megasdc: warning: only the bytes of {file.name} were read: {file.problem}", err=True)
 
 
-def _say(digest: Digest, out: str, manifest_bytes: int, duration_s: float, as_json: bool) -> None:
+def _print(digest: Digest, out: str, manifest_bytes: int, duration_s: float, as_json: bool) -> None:
     tensors = [one for file in digest.files if file.content is not None for one in file.content.tensors]
     size = digest.size_bytes
     summary = {

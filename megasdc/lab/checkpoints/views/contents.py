@@ -27,7 +27,7 @@ from megasdc.checkpoint.views import TENSOR_SLOTS, Copy, Entry, PieceError, Slot
 from megasdc.common.errors import CheckpointError
 from megasdc.common.program import bytes_bar
 from megasdc.lab.checkpoints.views.open import open_view
-from megasdc.model.sharding import take_shard
+from megasdc.model.sharding import shard_of
 from megasdc.tensors.bits import as_bits
 
 _BLOCK = 1 << 22
@@ -172,7 +172,7 @@ def _where(copy: Copy, wrong: Tensor) -> str:
     """Files and owners of the pieces that have elements marked in ``wrong``."""
     names: dict[str, None] = {}
     for tp_rank, shard in enumerate(copy.shards):
-        flat = take_shard(wrong, copy.split, len(copy.shards), tp_rank).reshape(-1)
+        flat = shard_of(wrong, copy.split, len(copy.shards), tp_rank).reshape(-1)
         for piece, part in zip(shard, flat.split([piece.numel for piece in shard]), strict=True):
             if bool(part.any()):
                 names[f"{piece.file.name} of {piece.owner}"] = None

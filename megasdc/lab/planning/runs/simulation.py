@@ -91,7 +91,7 @@ class _Spares:
         self.replaced = np.zeros(runs, dtype=np.int64)
         self.waited = np.zeros(runs, dtype=np.int64)
 
-    def take(self, now_s: Floats, wanted: NDArray[np.bool_]) -> Floats:
+    def acquire(self, now_s: Floats, wanted: NDArray[np.bool_]) -> Floats:
         """Seconds until a spare is there, for runs that replace a host now; 0 for the others."""
         place = self.replaced % len(self._back_s[0])
         own_s = now_s + self._repair_s
@@ -186,6 +186,6 @@ class _Simulation:
         self.lost_s[self._rows, drawn, 0] += np.where(fails, again_s, 0.0)
         self.failures[self._rows, drawn] += fails
         self.early += fails & ~up
-        self._wait_s = self.spares.take(self.now_s, fails & self._kinds.replaced[drawn])
+        self._wait_s = self.spares.acquire(self.now_s, fails & self._kinds.replaced[drawn])
         self._jobs, self._kind = jobs, drawn
         self.runs = self.runs & fails

@@ -49,7 +49,7 @@ def highlights(run: RunRecord) -> dict[str, str]:
     if not run.config:
         return {}
     found = {"model": _model(run), "precision": precision_of(run.config)}
-    found |= {name: plain(value) for name, path in _NAMED.items() if (value := run.setting(path)) is not None}
+    found |= {name: format_value(value) for name, path in _NAMED.items() if (value := run.setting(path)) is not None}
     return found | _features(run)
 
 
@@ -71,7 +71,7 @@ def _features(run: RunRecord) -> dict[str, str]:
         found["gradient bounds"] = ", ".join(_hook(one) for one in hooks)
     if run.setting("megasdc.drop_compute.enabled"):
         tau = run.setting("megasdc.drop_compute.threshold")
-        found["DropCompute"] = f"threshold {plain(tau)}"
+        found["DropCompute"] = f"threshold {format_value(tau)}"
     if faults := run.setting("megasdc.faults"):
         found["faults, on purpose"] = ", ".join(_fault(one) for one in faults)
     if faults := run.setting("megasdc.process_faults"):
@@ -82,7 +82,7 @@ def _features(run: RunRecord) -> dict[str, str]:
 
 
 def _hook(spec: Mapping[str, Any]) -> str:
-    theta = f" {plain(spec['theta'])}" if spec.get("theta") is not None else ""
+    theta = f" {format_value(spec['theta'])}" if spec.get("theta") is not None else ""
     return f"{spec.get('hook')}{theta}"
 
 
@@ -100,7 +100,7 @@ def places(run: RunRecord) -> dict[str, str]:
         layout = fields.get("layout")
         if isinstance(layout, dict):
             found["layout"] = ", ".join(f"{name} {size}" for name, size in layout.items())
-        found["ranks"] = plain(fields.get("world_size"))
+        found["ranks"] = format_value(fields.get("world_size"))
     hosts = sorted({one.host for one in run.since_last_start(run.events)})
     if hosts:
         found["hosts"] = few(hosts, LISTED_HOSTS)
@@ -141,7 +141,7 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _flatten(inner, f"{path}.{key}" if path else str(key))
     else:
-        yield path, ", ".join(_spec(path, one) for one in value) if path in _SPECS and value else plain(value)
+        yield path, ", ".join(_spec(path, one) for one in value) if path in _SPECS and value else format_value(value)
 
 
 def _spec(path: str, value: Any) -> str:
@@ -149,11 +149,11 @@ def _spec(path: str, value: Any) -> str:
     try:
         said = _SPECS[path].validate_python(value).model_dump(mode="json", exclude_defaults=True)
     except ValidationError:
-        return plain(value)  # of another version of the package
-    return " ".join(f"{key} {plain(one)}" for key, one in said.items())
+        return format_value(value)  # of another version of the package
+    return " ".join(f"{key} {format_value(one)}" for key, one in said.items())
 
 
-def plain(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as readable text."""
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -51,7 +51,7 @@ class ClockMeasurement:
         self._samples: deque[HostClock] = deque(maxlen=SAMPLES)
 
     def add_exchange(self, sent: ClockReading, answer: Mapping[str, Any], received: ClockReading) -> None:
-        """Take one exchange; an answer without the front's clocks, of an earlier version, tells nothing."""
+        """Add one exchange; an answer without the front's clocks, of an earlier version, has no sample."""
         front = answer.get("clock")
         if not isinstance(front, list) or len(front) != 2 or not all(map(_is_number, front)):
             return
@@ -88,7 +88,7 @@ class HostClocks:
         self.of_host: dict[str, HostClock] = {}
 
     def check_own_date(self) -> None:
-        """See whether this host's own date was set; the others then seem to have been set the other way."""
+        """Check whether this host's own date was set; the others then seem to have been set the other way."""
         now = ClockReading.now()
         step_s = (now.date - self._last.date) - (now.monotonic - self._last.monotonic)
         self._last = now
@@ -97,7 +97,7 @@ class HostClocks:
             self._told = {host: ahead_s - step_s for host, ahead_s in self._told.items()}
 
     def update(self, host: str, raw: object) -> None:
-        """Take what an agent has found; what cannot be read is passed over: nothing depends on it."""
+        """Record what an agent has measured; what cannot be read is passed over: nothing depends on it."""
         clock = _read(raw)
         if clock is None:
             return

@@ -48,7 +48,7 @@ class CoordinatorClient:
         return self._clocks.clock
 
     def exchange(self) -> None:
-        """Tell the front, and hear from it; may wait for the network.
+        """Send this host's state, and receive the answer; may wait for the network.
 
         Raises:
             OSError: it cannot be reached; it is tried again after some seconds.

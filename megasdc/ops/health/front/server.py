@@ -94,7 +94,7 @@ class HangMonitor:
             self._hosts[hello.node] = AgentState(hello.host, time.monotonic())
 
     def handle_message(self, hello: Hello, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Take a host's message, and return the answer to it."""
+        """Record a host's message, and return the answer to it."""
         with self._lock:
             self._after_pause()
             self._clocks.update(hello.host, message.get("clock"))
@@ -130,7 +130,7 @@ class HangMonitor:
         return report
 
     def check(self) -> None:
-        """Tell of hosts that are heard no more, and judge again."""
+        """Report hosts without a sign of life, and judge again."""
         with self._lock:
             self._after_pause()
             self._looked_at = time.monotonic()

@@ -14,7 +14,7 @@ from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.limits import FIRST_STEPS
 from megasdc.ops.health.slow.report import SlowReport, Where, metrics
-from megasdc.ops.health.slow.stragglers import LONG, Place, StragglerChange, Stragglers
+from megasdc.ops.health.slow.stragglers import LONG, ReplicaStage, StragglerChange, Stragglers
 from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.parallel.dims import ParallelDims
 from megasdc.train.process import CollectionTimer
@@ -119,7 +119,7 @@ def _report_unwritten(run: Run, error: OSError) -> None:
     run.events.emit("health", "unwritten", step=run.step, problem=str(error))
 
 
-def _where_by_place(dims: ParallelDims, hosts: list[str]) -> dict[Place, Where]:
+def _where_by_place(dims: ParallelDims, hosts: list[str]) -> dict[ReplicaStage, Where]:
     """Ranks and host of each place."""
     found = {}
     for replica in range(dims.data):

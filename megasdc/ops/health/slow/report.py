@@ -13,7 +13,7 @@ import numpy as np
 
 from megasdc.common.durable import append_bounded, write_when_room
 from megasdc.common.origin import Origin
-from megasdc.ops.health.slow.stragglers import Place, Straggler, StragglerChange, Stragglers
+from megasdc.ops.health.slow.stragglers import ReplicaStage, Straggler, StragglerChange, Stragglers
 
 HEALTH_FOLDER, SUSPECTS_FILE, SLOWNESS_FILE = "health", "suspects.json", "slowness.jsonl"
 LARGEST_BYTES = 4_000_000
@@ -41,13 +41,13 @@ class SlowReport:
     """
 
     def __init__(
-        self, run_dir: Path, slow_ratio: float, where: Mapping[Place, Where], every: int, origin: Origin
+        self, run_dir: Path, slow_ratio: float, where: Mapping[ReplicaStage, Where], every: int, origin: Origin
     ) -> None:
         self._folder, self._origin = run_dir / HEALTH_FOLDER, origin
         self._slow_ratio, self._where, self._every = slow_ratio, where, every
         self._written_step = 0
         self._slowest_stage: int | None = None
-        self._collecting: set[Place] = set()
+        self._collecting: set[ReplicaStage] = set()
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ def _named(where: Where) -> str:
     return f"rank{'s' if len(where.ranks) > 1 else ''} {ranks} on {where.host}"
 
 
-def _place(place: Place, where: Where) -> dict[str, Any]:
+def _place(place: ReplicaStage, where: Where) -> dict[str, Any]:
     return {"host": where.host, "ranks": list(where.ranks), "replica": place[0], "stage": place[1]}
 
 

@@ -116,7 +116,7 @@ SIGMAS = 5.0
 MUCH = 3.0
 """The short window names from this many times the excess of ``slow_ratio``: 15 % for 1.05."""
 
-Place = tuple[int, int]
+ReplicaStage = tuple[int, int]
 """(replica, stage): one rank, or the tensor ranks of one stage, which wait for each other."""
 
 
@@ -132,7 +132,7 @@ class Straggler:
         since_step: in which it was named.
     """
 
-    place: Place
+    place: ReplicaStage
     ratio: float
     sigmas: float
     window: int
@@ -165,7 +165,7 @@ class Stragglers:
         self._rows = self._busy_s.reshape(LONG, -1), self._garbage_s.reshape(LONG, -1)
         """The same memory, [step, place]."""
         self._added = 0
-        self.named: dict[Place, Straggler] = {}
+        self.named: dict[ReplicaStage, Straggler] = {}
         self.recent: Slowness | None = None
 
     @property
@@ -222,7 +222,7 @@ class Stragglers:
             return StragglerChange()
         self.recent = recent = compare_with_peers(self._last(LONG))
         excess = self._slow_ratio - 1
-        slow: dict[Place, Straggler] = dict(_slow_in(recent, 1 + excess, step)) if recent.steps >= ENOUGH else {}
+        slow: dict[ReplicaStage, Straggler] = dict(_slow_in(recent, 1 + excess, step)) if recent.steps >= ENOUGH else {}
         slow = dict(self._much_slower(1 + MUCH * excess, step)) | slow
         begun = [one for place, one in sorted(slow.items()) if place not in self.named]
         ended = [one for place, one in self.named.items() if recent.ratio[place] < 1 + excess / 2]
@@ -231,7 +231,7 @@ class Stragglers:
             del self.named[one.place]
         return StragglerChange(tuple(begun), tuple(ended))
 
-    def _much_slower(self, ratio: float, step: int) -> Iterator[tuple[Place, Straggler]]:
+    def _much_slower(self, ratio: float, step: int) -> Iterator[tuple[ReplicaStage, Straggler]]:
         """Places that are slow over the short window, which is compared only if a place was once so much slower."""
         short = self._last(SHORT)
         if (short.max(axis=1) >= ratio * short.min(axis=1)).any():
@@ -256,7 +256,7 @@ class Stragglers:
         return found
 
 
-def _slow_in(found: Slowness, ratio: float, step: int) -> Iterator[tuple[Place, Straggler]]:
+def _slow_in(found: Slowness, ratio: float, step: int) -> Iterator[tuple[ReplicaStage, Straggler]]:
     for replica, stage in np.argwhere((found.ratio >= ratio) & (found.sigmas >= SIGMAS)).tolist():
         place = (replica, stage)
         yield place, Straggler(place, float(found.ratio[place]), float(found.sigmas[place]), found.steps, step)

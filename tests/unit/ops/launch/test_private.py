@@ -101,7 +101,7 @@ def test_a_launch_that_is_stopped_undoes_what_it_has_done(
     monkeypatch.setattr(front, "launch_run", launched)
     before = signal.getsignal(number)
     with pytest.raises((SystemExit, run.typer.Exit)) as exit_:
-        run.launch(run.LaunchOptions(Path("x.json")))
+        run.launch_command(run.LaunchOptions(Path("x.json")))
     code = getattr(exit_.value, "exit_code", getattr(exit_.value, "code", None))
     assert (code, undone) == (79 if has_verdict else 128 + number, [True])
     assert signal.getsignal(number) is before

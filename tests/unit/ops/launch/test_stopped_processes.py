@@ -340,7 +340,7 @@ def test_what_was_seen_long_ago_kills_nothing(launched: Any, capsys: pytest.Capt
     found = StoppedProcesses(launched)
     with stopped("megasdc.ops.launch.node", launched.launch_id) as node:
         for age_s in (0.0, 60.0):
-            for one in found._held.get("a", {}).values():
+            for one in found._stopped.get("a", {}).values():
                 one.since, one.looked_at = one.since - age_s, one.looked_at - age_s
             node.send_signal(signal.SIGSTOP)
             while not is_stopped(node):

@@ -25,7 +25,7 @@ from megasdc.common.errors import (
     PeerError,
 )
 from megasdc.common.origin import Origin
-from megasdc.common.run_lock import Holder, LockedFolders, take_lock
+from megasdc.common.run_lock import Holder, LockedFolders, acquire_lock
 from megasdc.engine.hooks import RunEnd, RunProgress
 from megasdc.events import EventLog, read_events
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, write_done, write_started
@@ -315,7 +315,7 @@ def test_a_start_that_was_refused_is_no_end_of_the_run(tmp_path: Path, monkeypat
     folder = write_run(tmp_path / "run", losses(20), ended=False)
     _fails(folder, LaunchError("the folder is in use"), monkeypatch)
     assert summarize_run(folder).failure is None
-    lock = take_lock(folder, Holder.this_process("first", "one"), print)
+    lock = acquire_lock(folder, Holder.this_process("first", "one"), print)
     _fails(folder, DataError("refused before it looked for the lock"), monkeypatch)
     (folder / "done" / "two").mkdir(parents=True)
     said = {"exit_code": 78, "lines": ["the folder is in use"], "failed_rank": 0, "failed_host": "b"}

@@ -16,7 +16,7 @@ from megasdc.config.drop_compute import ELAPSED
 from megasdc.dropcompute.threshold import Curve
 from megasdc.lab.planning.simulate import Formulas
 from megasdc.lab.report.run_pages.drops import Drops
-from megasdc.output.figure import COLOURS, Figure, Series, bars, columns_of, curve, layout, rule, scatter, told_of
+from megasdc.output.figure import COLOURS, Figure, Series, bars, caption_notes, columns_of, curve, layout, rule, scatter
 
 HEIGHT = 280
 SHARES = {"tickformat": ".0%", "nticks": 6}
@@ -96,7 +96,7 @@ def _times(drops: Drops) -> Figure:
     }
     colours = ("var(--faint)", COLOURS[1], COLOURS[0])
     traces = [curve(name, one, colour) for (name, one), colour in zip(series.items(), colours, strict=True)]
-    caption = "Compute time of replicas, and of the whole step." + told_of(series)
+    caption = "Compute time of replicas, and of the whole step." + caption_notes(series)
     if np.isfinite(drops.tau_s).any():
         series["threshold"] = Series(steps, np.where(np.isfinite(drops.tau_s), drops.tau_s, np.nan))
         traces.append(curve("threshold", series["threshold"], "var(--bad)", line={"dash": "dash", "shape": "hv"}))

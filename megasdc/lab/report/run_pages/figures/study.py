@@ -52,7 +52,7 @@ def mismatch_map(replica: int, rows: Sequence[MismatchRow]) -> Figure | None:
     own = [row for row in rows if row.replica == replica and row.elements]
     if not own:
         return None
-    cells = {_place(row): (row.frequency, _told(row)) for row in own}
+    cells = {_place(row): (row.frequency, _label(row)) for row in own}
     names = sorted({name for _, name in cells}, key=lambda name: (PHASES.index(name.split()[0]), name))
     traces = layer_map(cells, names)
     drawn = layout(100 + min(22 * len(names), TALLEST), "layer", hovermode="closest", **map_axes(10))
@@ -71,7 +71,7 @@ def _place(row: MismatchRow) -> tuple[str, str]:
     return (head, f"{row.phase} {rest.removeprefix('layer.')}") if in_layer else ("-", f"{row.phase} {row.name}")
 
 
-def _told(row: MismatchRow) -> str:
+def _label(row: MismatchRow) -> str:
     if not row.mismatches:
         return f"none of {row.elements:,} elements differs"
     severity = "" if row.severity_mean is None else f", mean severity {row.severity_mean:.3g}"
