@@ -219,7 +219,7 @@ class Explanation:
             if self.reproduced is None:
                 return "no checked result was NaN or Inf; overflow is normal while the loss scale adapts"
             what = f"NaN or Inf in {self.gradients}" if self.gradients_of else "NaN or Inf in the loss or the gradients"
-            return f"{what} was not reproduced: the step's micro-batches, recomputed, were finite everywhere"
+            return f"not reproduced: {what}; the step's micro-batches, recomputed, were finite everywhere"
         inputs = {
             True: "its inputs were finite",
             False: "its inputs were not finite either",

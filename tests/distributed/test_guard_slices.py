@@ -202,7 +202,7 @@ def test_nan_of_a_sum_ends_a_training_whose_step_was_skipped(tmp_path: Path) -> 
     assert (incident.tier, incident.done) == ("reduction", "halted")
     assert incident.script is not None and incident.script.fate == "skipped"
     first, *_, last = found[0][2]
-    assert first.startswith(f"step {AT}: NaN or Inf in the reduced gradients of rank 1 was not reproduced: ")
+    assert first.startswith(f"step {AT}: not reproduced: NaN or Inf in the reduced gradients of rank 1; ")
     ends = "the optimizer has skipped the step, which has changed no parameter: go on from a checkpoint before it"
     assert last.endswith(f"; {ends}")
 

@@ -29,7 +29,7 @@ from megasdc.common.origin import HostClock, first_moments
 from megasdc.ops.health.incident import STANDSTILL
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
 from megasdc.ops.launch.records import DoneRecord, EndedRecord, LaunchRecords
-from megasdc.sdc.incident import INJECTED, DisputedRank, FlaggedRank, Incident, load_incidents, place_of
+from megasdc.sdc.incident import INJECTED, DisputedRank, FlaggedRank, Incident, load_incidents
 
 MAX_RANKS_SHOWN = 8
 AGREED = (CorruptionError.exit_code, HangError.exit_code, NonFiniteError.exit_code)
@@ -544,8 +544,7 @@ def of_incident(page: Path, incident: Incident) -> Met:
     suspects = incident.suspects
     named = ", ".join(f"rank {one.rank} on {one.host} ({one.device})" for one in suspects)
     verdict = incident.verdict.replace("_", " ")
-    first = place_of(incident.tier, suspects[0].first)
-    place = f"{first.phase.replace('_', ' ')} of {first.fqn}"
+    place = f"{suspects[0].first.phase.replace('_', ' ')} of {suspects[0].first.fqn}"
     who = named if incident.flagged else f"one of {named}"
     return Met(
         attempt=incident.attempt or 0,

@@ -82,4 +82,4 @@ def test_parameters_are_looked_at() -> None:
 )
 def test_what_was_not_reproduced_is_told(ranks: tuple[int, ...], what: str) -> None:
     """With the ranks whose gradients it was in, where they are known."""
-    assert Explanation(None, None, False, ranks).text.startswith(f"{what} was not reproduced: ")
+    assert Explanation(None, None, False, ranks).text.startswith(f"not reproduced: {what}; ")
