@@ -80,6 +80,12 @@ def test_hosts_are_checked_as_they_are_reached(config: Path, tmp_path: Path, mon
     assert {one.code for one in checks.check(hosts, hosts, deep=False).unfit} == {78}
 
 
+def program_of(name: str, is_module: bool) -> UserProgram:
+    """A training that nobody watches."""
+    limits = {"hang_floor_s": 60.0, "slow_floor_s": 1.0, "hang_factor": 5.0, "wait_for_room_s": 900.0}
+    return UserProgram(name, is_module, (), "run", watched=False, alert_command=(), **limits)
+
+
 @pytest.mark.slow
 def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that its script imports, the script itself, and shared memory; not what may do without."""
@@ -88,7 +94,7 @@ def test_a_training_that_is_not_megasdcs_own_is_checked_too(tmp_path: Path, monk
     (tmp_path / "beside.py").write_text("")
     script = tmp_path / "train.py"
     script.write_text("import torch, beside\ntry:\n    import nowhere_a\nexcept ImportError:\n    pass\n")
-    program = UserProgram(str(script), False, (), "run", 0.0, 1.0, (), 900.0)
+    program = program_of(str(script), is_module=False)
     request = LaunchRequest(None, launcher_args=("--master_port", "29418"), program=program)
     checks = HostChecks(request, tmp_path / "run", {"a": ("env",), "b": ("env",)})
     hosts = {"a": 1, "b": 1}
@@ -120,7 +126,7 @@ def test_a_module_that_is_not_found_here_either_is_no_lack_of_a_host(
     script.write_text("import __main__, json, sys\nsys.path.append('parts')\nimport somewhere_a, somewhere_b\n")
     request = LaunchRequest(None, launcher_args=("--master_port", "29419"))
     for name, is_module in (("train.py", False), ("somewhere_c.train", True)):
-        program = UserProgram(name, is_module, (), "run", 0.0, 1.0, (), 900.0)
+        program = program_of(name, is_module)
         checks = HostChecks(replace(request, program=program), tmp_path / "run", {"a": ("env",), "b": ("env",)})
         assert checks.check({"b": 1}, {"a": 1, "b": 1}, beside=["a"]) == HostCheckResult((), ("b",), {})
     before = list(sys.path)
