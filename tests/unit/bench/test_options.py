@@ -112,10 +112,10 @@ def test_every_benchmark_is_there() -> None:
     calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and getattr(one.func, "id", "") == "benchmark"]
     assert len(calls) > 20
     for call in calls:
-        target = ast.literal_eval(call.args[2])
+        target = ast.literal_eval(call.args[1])
         module, _, name = target.partition(":")
         file = Path(commands.__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
         (found,) = (one for one in ast.parse(file.read_text()).body if getattr(one, "name", "") == name)
         assert isinstance(found, ast.FunctionDef)
         names = [one.arg for one in found.args.args]
-        assert len(names) == len(call.keywords) + 1 and names[-1] == "on_progress", target
+        assert len(names) == len(call.args[3:]) + len(call.keywords) + 1 and names[-1] == "on_progress", target

@@ -25,7 +25,15 @@ _THETAS = "Thresholds, separated by commas, empty: none; default: three are chos
 
 @dataclass(frozen=True)
 class BoundsBenchOptions(Options):
-    """Sizes of a measurement of the cost; one pair of blocks before those that count does not."""
+    """Compare gradient bounds with reading g and V once, and with optimizer steps; exit code 1 if a bar is missed.
+
+    The pass bounds elements and sums squares for the norm. Read once is the faster of a compiled loop that adds both up
+    and g.sum(), V.sum(). Ratios are our time over theirs in alternating blocks, with an exact interval of the median.
+    Run it on a machine that does nothing else; the first run compiles DeepSpeed's CPU Adam, for a minute or more.
+
+    Args:
+        blocks: one pair before those that count does not.
+    """
 
     blocks: int = option(30, "Blocks of each side.", least=1)
     sizes_million: tuple[int, ...] = option(
@@ -58,7 +66,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class BoundTrainOptions(Options):
-    """Size of a campaign.
+    """Train a small GPT healthy and with faults on one replica's gradient, without and with gradient bounds.
+
+    Prints final losses as the table of Pei et al. 2025 does: worst case, number of worse cases, diverged runs; and the
+    cost of each bound on healthy runs. It only measures; there is no bar.
 
     Args:
         fault_probability: probability that 10^1 is injected into a parameter's gradient, for each sign; 10^k less and

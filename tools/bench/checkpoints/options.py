@@ -22,9 +22,14 @@ TENSOR_RANKS = 8
 
 @dataclass(frozen=True)
 class CompareBenchOptions(Options):
-    """Sizes of a comparison of checkpoints; one pair of blocks before those that count does not.
+    """Compare two equal files of tensors in the page cache, against cat and cmp; exit code 1 if a bar is missed.
 
-    The files in ``folder`` are removed in the end.
+    At least 0.8 of the rate of cat, and at most 16 MiB more memory for four times the size. Run it on a machine that
+    does nothing else.
+
+    Args:
+        blocks: one pair before those that count does not.
+        folder: the files in it are removed in the end.
     """
 
     blocks: int = option(15, "Blocks of each side.", least=1)
@@ -46,7 +51,11 @@ class CompareBenchOptions(Options):
 
 @dataclass(frozen=True)
 class CompareManifestsOptions(Options):
-    """Size of a comparison of manifests."""
+    """Compare two synthetic manifests of a large checkpoint; exit code 1 if it takes more than 30 s or 1 GiB.
+
+    The command that users call is run in a process of its own, its start with it, and must name the one block that
+    differs.
+    """
 
     size_gb: int = option(1000, "Size of the synthetic checkpoint, in 10^9 bytes.", least=1)
     ranks: int = option(4096, "Ranks that wrote a shard each; a multiple of 8.", least=1)
@@ -70,9 +79,14 @@ class ArchivedGpt(SmallGpt):
 
 @dataclass(frozen=True)
 class ArchiveBenchOptions(Options):
-    """Runs whose checkpoints are archived; ``gpt``: sizes of their model.
+    """Train small models, archive two successive checkpoints of each, and resume from quantized moments; no bar.
 
-    Checkpoints of ``steps`` and of ``apart`` steps before are archived; the run goes on for ``apart`` steps.
+    Size against raw and against zstd alone, by kind of tensor; rates of pushing and pulling; the share that the second
+    checkpoint has in common with the first; losses after a resume from moments of 8 bits.
+
+    Args:
+        gpt: sizes of the model.
+        steps: checkpoints of these and of ``apart`` steps before are archived; the run goes on for ``apart`` steps.
     """
 
     gpt: SmallGpt = ArchivedGpt()
@@ -92,7 +106,11 @@ class ArchiveBenchOptions(Options):
 
 @dataclass(frozen=True)
 class RecoveryOptions(CampaignOptions):
-    """Size of a campaign of recoveries."""
+    """Kill and damage runs that save beside training, and start them again; exit code 1 if one does not end right.
+
+    All losses and the last checkpoint as without a fault, each start from the newest step that was whole, no checkpoint
+    lost that a fault did not destroy, nothing left in memory. Kinds with several hosts or a full disk need root.
+    """
 
     known = KINDS
 
@@ -138,7 +156,15 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StallOptions(Options):
-    """Sizes of the models, and how often everything is done with each; 120 B of memory and 70 B of disk a parameter."""
+    """Measure what saves cost training, on the disk and in memory; exit code 1 if a bar is missed.
+
+    A save beside training stalls it for at most 5 % of one that waits, and but for the wait for its copy for 1 % of a
+    step; micro-batches beside a copy or a writer take at most 1.03 of quiet ones, and steps of one rank that are all
+    kept in memory 1.02. The sizes of the default take an hour on a machine that does nothing else.
+
+    Args:
+        sizes: 120 B of memory and 70 B of disk a parameter.
+    """
 
     sizes: tuple[tuple[int, int], ...] = option(
         ((256, 4), (512, 8), (1024, 8)),
@@ -179,7 +205,12 @@ STEPS = 1000
 
 @dataclass(frozen=True)
 class RestoreOptions(Options):
-    """Sizes of the models, and how often each is restored."""
+    """Measure how fast checkpoints are restored, and the parts of restarts; exit code 1 if a bar is missed.
+
+    At least 0.8 of the rate at which cat reads the same files from the disk. Restarts are from memory, from partners,
+    and from the disk, which is also slowed down; for the last, and for partners, a user needs rights to limit disks and
+    to name hosts, as root has them.
+    """
 
     sizes: tuple[tuple[int, int], ...] = option(
         ((256, 4), (512, 8), (1024, 8)),

@@ -26,9 +26,15 @@ Layouts = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class ChecksumBenchOptions(Options):
-    """Sizes of a measurement; one pair of blocks before those that count does not.
+    """Compare checksums with reading a tensor, and count the faults they miss; exit code 1 if a bar is missed.
 
-    With fewer than 100 trials the algorithms for comparison may miss none.
+    On the host XXH3 against tensor.sum(); on a GPU the mixed sum against a sum reduction and a device copy. Ratios are
+    our time over theirs in alternating blocks, with an exact interval of the median. Run it on a machine that does
+    nothing else.
+
+    Args:
+        blocks: one pair before those that count does not.
+        trials: with fewer than 100 the algorithms for comparison may miss none.
     """
 
     blocks: int = option(40, "Blocks of each side.", least=1)
@@ -169,7 +175,10 @@ class CheckedModel(TrainBenchOptions):
 
 @dataclass(frozen=True)
 class TracedModel(CheckedModel):
-    """Sizes of the model that is traced, on one rank."""
+    """Measure what a trace costs by granularity, and predict it for an accelerator from the bytes that it reads.
+
+    Cost is time inside our own calls over the time of a step, and, noisier, alternating steps with and without.
+    """
 
     blocks: int = option(10, "Steps of each kind.", least=1)
     ranks: int = 1
@@ -210,7 +219,11 @@ class AuditedModel(CheckedModel):
 
 @dataclass(frozen=True)
 class RefereeOptions(Options):
-    """Size of the measurement of the referee."""
+    """Ask the referee of results of a healthy device, and of flipped bits; exit code 1 if it accuses a healthy one.
+
+    Each kind of result is computed in several ways - on a processor with one thread and two, with oneDNN and without,
+    on a GPU by several libraries - and these are given to it as if two ranks had computed them.
+    """
 
     elements: int = option(20_000, "Healthy elements of each kind of result, of all ways to compute them.", min=1)
     flips: int = option(40, "Elements of each draw, of which every bit is flipped.", min=0)
@@ -256,7 +269,10 @@ class PipelineModel(CheckedModel):
 
 @dataclass(frozen=True)
 class BubblesOptions(Options):
-    """Size of the measurement of replays in bubbles.
+    """Measure how much of a permuted replay is hidden where the stages of a pipeline wait; exit code 1 below a bar.
+
+    Audited steps without a replay, with one in the bubbles, and with one after all micro-batches, in turn. Bars, where
+    passes are slept: 60 % of a stage's replay with two stages and 4 micro-batches, 80 % with four and 8.
 
     Args:
         sizes: where stages compute.

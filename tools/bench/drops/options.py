@@ -33,7 +33,14 @@ class CostGpt(SmallGpt):
 
 @dataclass(frozen=True)
 class DropCostOptions(Options):
-    """Size of the measurement of the cost; layouts are (tensor, pipeline, data)."""
+    """Measure what DropCompute costs while nothing is dropped; exit code 1 if it is more than 0.2 % of a step.
+
+    Cost is time inside its own calls over the time of a step; waiting for another stage or tensor rank to decide is not
+    in it. The bar is for micro-batches of 0.5 s and more. Run it on a machine that does nothing else.
+
+    Args:
+        layouts: (tensor, pipeline, data).
+    """
 
     steps: int = option(20, "Steps that count, in each layout.", least=1)
     delay_s: float = option(0.5, "Seconds that each stage sleeps before a micro-batch.", "--delay", min=0.0)
@@ -65,11 +72,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class DropSpeedupOptions(Options):
-    """Size of the measurement of the speed-up.
+    """Measure how much faster DropCompute makes replicas that sleep, against the prediction; exit code 1 beyond 5 %.
 
-    As many steps as are measured predict. They have delays of the next seed, or in a run that chooses are its first.
+    Runs without a threshold, with thresholds, and one that chooses its own take steps in turn; other steps predict. The
+    fewer --steps, the more often the bar is missed by chance. Run it on a machine that does nothing else.
 
     Args:
+        steps: as many predict; they have delays of the next seed, or in a run that chooses are its first.
         drop_rates: shares that the thresholds are to drop; a threshold that a run chooses itself is added.
         sigmas: of the rule "predictive"; None: that of the paper, which starts micro-batches before tau.
         warmup: steps before them in each run, at least 1.
@@ -193,7 +202,10 @@ class LossGpt(SmallGpt):
 
 @dataclass(frozen=True)
 class DropTrainOptions(Options):
-    """Size of the campaign.
+    """Train a small GPT with dropped micro-batches, at several drop rates and with each compensation at 10 %.
+
+    Which ones are late is simulated for many replicas and repeated by two that train. Prints final losses as Table 1
+    of Giladi et al. 2023 does, and loss against steps and simulated time. It only measures; there is no bar.
 
     Args:
         rates: shares that are dropped without compensation; 0 is always among them.

@@ -10,7 +10,10 @@ from tools.bench.options import Options, option
 
 @dataclass(frozen=True)
 class GuardOptions(Options):
-    """Size of the campaign."""
+    """Plant faults in trainings that are not megasdc's own; exit code 1 if a guard names another or none.
+
+    Rank, submodule and direction must be named, and in trainings without a fault nobody.
+    """
 
     trainings: int = option(180, "Trainings, kinds of faults, directions and types in turn.", least=1)
     golden: int = option(0, "Further trainings, with a golden trace and the faults on all replicas.", min=0)
@@ -30,7 +33,10 @@ class GuardOptions(Options):
 
 @dataclass(frozen=True)
 class DisputeOptions(Options):
-    """Size of the campaign of disputes."""
+    """Let the referee judge two replicas of small models in one process; exit code 1 if it names a wrong one.
+
+    Healthy ones compute in two right ways, and nobody may be named; of faults at drawn places 95 % are to be.
+    """
 
     healthy: int = option(2000, "Disputes of replicas that compute in two right ways.", min=0)
     faults: int = option(100, "Faults, at drawn places.", min=0)
@@ -39,7 +45,7 @@ class DisputeOptions(Options):
 
 @dataclass(frozen=True)
 class GuardCostOptions(Options):
-    """The training, and how often what is measured."""
+    """Measure what a guard costs a training that is not megasdc's own; exit code 1 if it is more than it may be."""
 
     pairs: int = option(20, "Pairs of blocks with and without a protection.", least=1)
     steps: int = option(2, "Steps of a block.", least=1)

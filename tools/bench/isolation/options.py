@@ -14,7 +14,11 @@ MORE = 2
 
 @dataclass(frozen=True)
 class IsolationOptions(CampaignOptions):
-    """Size of a campaign of isolation."""
+    """Leave replicas out of runs whose faults go on; exit code 1 if one does not end with the right bits.
+
+    Exactly the wrong replicas must be left out, and every loss and the last checkpoint must be those of a run without
+    faults whose replicas end at the same steps; clean runs leave nobody out.
+    """
 
     known = KINDS
 
@@ -32,7 +36,11 @@ class IsolationOptions(CampaignOptions):
 
 @dataclass(frozen=True)
 class RateOptions(Options):
-    """Size of the benchmark of rates."""
+    """Measure the rate of a run that goes on without a replica, and what it costs that it could; exit code 1 off a bar.
+
+    Micro-batches are slept. Bars: (N - 1) / N of the samples per second within 3 %, and 1.01 of a step's time while no
+    replica is left out.
+    """
 
     layouts: str = option("1x1x3,1x1x4", "Tensor x pipeline x data of each layout; without a pipeline's bubbles.")
     rounds: int = option(2, "Rounds of three runs each.", least=1)
