@@ -87,9 +87,13 @@ def run_in_ranks(
         else:
             (on_message or received.append)(fields)
 
-    request = {"call": _encode(partial(function, **arguments))}
-    run_ranks.run_ranks(__name__, request, ranks, threads, folder, receive, fresh)
+    run_ranks.run_ranks(__name__, request_of(function, arguments), ranks, threads, folder, receive, fresh)
     return received
+
+
+def request_of(function: Callable[..., None], arguments: dict[str, Any]) -> dict[str, str]:
+    """What a process that runs this module is told, as JSON, to call a function with a ``Messages`` and arguments."""
+    return {"call": _encode(partial(function, **arguments))}
 
 
 def take_turns(
@@ -162,14 +166,16 @@ def main() -> None:
     """Run as a rank: the first argument is the request, the second, on rank 0 alone, where messages go."""
     import json
 
-    import torch.distributed as dist
-
-    from megasdc.parallel import groups
     from megasdc.train.logs import set_up_logging
 
     messages = Messages(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     set_up_logging(int(os.environ["RANK"]))
     _decode(json.loads(sys.argv[1])["call"])(messages)
+
+    import torch.distributed as dist  # only now: a training sets what it reads first
+
+    from megasdc.parallel import groups
+
     if dist.is_initialized():
         dist.barrier()
         groups.shutdown()

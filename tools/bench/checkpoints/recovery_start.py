@@ -11,11 +11,11 @@ from pathlib import Path
 
 from megasdc.common.run_lock import start_ticks
 from megasdc.metrics.writer import METRICS_FILE, read_metrics
-from tools.bench.small.drill import POLL_S, DrillRanks, last_step
+from tools.bench.small.drill import POLL_S, DrillRanks, last_step, train_and_leave
 
 FOLLOW_S = 10.0
 """Seconds that ranks have to end after another one did, before they are ended as a launcher does."""
-_RANK, _WRITER, _AGENT = "tools.bench.checkpoints.recovery_rank", "checkpoint.writer_main", "megasdc.ops.health.agent"
+_WRITER, _AGENT = "checkpoint.writer_main", "megasdc.ops.health.agent"
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,8 @@ class Start(DrillRanks):
 
     def __init__(self, place: Place, hosts: Sequence[str]) -> None:
         self._place = place
-        names = [hosts[place.host_of(rank)] for rank in range(place.ranks)]
-        arguments = [[str(place.config), *([host] if host else [])] for host in names]
-        super().__init__(_RANK, arguments, place.folder, self._environment)
+        arguments = [{"config": place.config, "host": hosts[place.host_of(rank)]} for rank in range(place.ranks)]
+        super().__init__(train_and_leave, arguments, place.folder, self._environment)
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {"LOCAL_RANK": str(rank % self._place.per_host), "GLOO_SOCKET_IFNAME": "lo"}

@@ -7,7 +7,6 @@ that asks; only then is there a partner. A rank fails by an error of its last ho
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,6 +130,4 @@ def _pretrain(config: Path, hosts: Sequence[str], ending: Callable[[Sequence[Hoo
         hooks = build(start)
         return [*hooks, ending(hooks, start)]
 
-    code, error = train_with(config, with_ending)
-    if not isinstance(error, EnoughError):
-        sys.exit(code or 1)
+    train_with(config, with_ending, EnoughError)

@@ -7,7 +7,6 @@ follow until all it has begun is done. So all kinds of steps alternate in one pr
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -216,9 +215,7 @@ def measure_rank(messages: Messages, name: str, config: Path, rounds: int, quiet
                 found.append(hook)
         return [*found, Rounds(messages, name, clock, savers, beside, program)]
 
-    code, _ = train_with(config, with_rounds)
-    if code:
-        sys.exit(code)
+    train_with(config, with_rounds)
 
 
 def _round(quiet: int, snapshots: int) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from tools.bench.health.hang_kinds import Strike
+from tools.bench.rank import Messages
 from tools.bench.small.drill import change_hooks, train_and_leave
 
 
@@ -105,14 +105,10 @@ class Hang(Hook):
             pass
 
 
-def main() -> None:
-    """Train; the first argument is the request: ``config``, ``strike`` (None: none), and the file ``struck``."""
-    request = json.loads(sys.argv[1])
-    if request["strike"] is not None:
-        strike = Strike(**{**request["strike"], "ranks": tuple(request["strike"]["ranks"])})
-        change_hooks(lambda build, start: [*build(start), Hang(strike, start.run, Path(request["struck"]))])
-    train_and_leave(request["config"], request["overrides"])
-
-
-if __name__ == "__main__":
-    main()
+def train_and_hang(
+    messages: Messages, config: Path, strike: Strike | None, struck: Path, overrides: Sequence[str]
+) -> NoReturn:
+    """Train, and bring a hang about; None: none. The file ``struck`` gets the time at which it began."""
+    if strike is not None:
+        change_hooks(lambda build, start: [*build(start), Hang(strike, start.run, struck)])
+    train_and_leave(messages, config, overrides)

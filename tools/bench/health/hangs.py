@@ -14,13 +14,14 @@ import random
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megasdc.ops.health.shared_folder_heartbeat import node_name
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
+from tools.bench.health.hang_rank import train_and_hang
 from tools.bench.health.options import HangOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, scratch_folder
@@ -122,14 +123,8 @@ def _config(folder: Path, data: Path, layout: Layout, steps: int, **sections: An
 
 def _start(config: Path, ranks: int, strike: Strike | None, *overrides: str) -> DrillRanks:
     folder = config.parent
-    request = {
-        "config": str(config),
-        "strike": None if strike is None else asdict(strike),
-        "struck": str(folder / "struck"),
-        "overrides": overrides,
-    }
-    arguments = [[json.dumps(request)]] * ranks
-    return DrillRanks("tools.bench.health.hang_rank", arguments, folder, lambda _: {"TORCH_FR_BUFFER_SIZE": "2000"})
+    arguments = {"config": config, "strike": strike, "struck": folder / "struck", "overrides": overrides}
+    return DrillRanks(train_and_hang, [arguments] * ranks, folder, lambda _: {"TORCH_FR_BUFFER_SIZE": "2000"})
 
 
 def _run_drill(folder: Path, data: Path, layout: Layout, strike: Strike) -> Drill:

@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megasdc.common.errors import ConfigError
 from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.parallel.processes import Process, start_module
+from tools.bench.rank import Messages, request_of
 
 if TYPE_CHECKING:
     from megasdc.engine.hooks import Hook
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
     Build = Callable[[Start], list[Hook]]
 POLL_S = 0.01
+RANK = request_of.__module__
+"""That the processes of ranks run."""
 _NEW_NAMES = 0x04000000
 """CLONE_NEWUTS of unshare(2)."""
 
@@ -78,7 +82,7 @@ class DrillRanks:
     """Ranks of a drill.
 
     Args:
-        module: that each runs, with its arguments.
+        function: that each calls with a ``Messages``, as ``run_in_ranks`` has it, and its own of the arguments.
         folder: gets their output.
         environment: more of it, of each rank.
 
@@ -88,8 +92,8 @@ class DrillRanks:
 
     def __init__(
         self,
-        module: str,
-        arguments: Sequence[Sequence[str]],
+        function: Callable[..., None],
+        arguments: Sequence[dict[str, Any]],
         folder: Path,
         environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
     ) -> None:
@@ -98,9 +102,10 @@ class DrillRanks:
         self.killed = False
         for rank, own in enumerate(arguments):
             common = local_rank_environment(rank, len(arguments), 1, self._meeting.environment)
+            request = [json.dumps(request_of(function, own))]
             with open(folder / f"rank_{rank}.log", "ab") as log:
                 streams = (subprocess.DEVNULL, log.fileno(), log.fileno())
-                self.processes.append(start_module(module, list(own), {**common, **environment(rank)}, *streams))
+                self.processes.append(start_module(RANK, request, {**common, **environment(rank)}, *streams))
 
     def wait(self, until: float, follow_s: float = math.inf) -> list[int]:
         """Wait until all have ended, and end them at a time, on ``time.monotonic``, or so long after one has failed.
@@ -147,17 +152,20 @@ def last_step(run: Path) -> int:
 
 
 def train_with(
-    config: Path | str, change: Callable[[Build, Start], list[Hook]], overrides: Sequence[str] = ()
-) -> tuple[int, BaseException | None]:
-    """Train as the entry script does, with other hooks; returns the exit code and the error that ended it.
+    config: Path, change: Callable[[Build, Start], list[Hook]], expected: type[BaseException] | None = None
+) -> None:
+    """Train as the entry script does, with other hooks; if that fails this process ends with the exit code.
 
     Args:
         change: makes the hooks, from what builds a run's own and what they are built of.
+        expected: the error that is to end it, which is no failure; None: none is.
     """
     change_hooks(change)
     from megasdc.pretrain import pretrain
 
-    return pretrain(str(config), overrides)
+    code, error = pretrain(str(config), ())
+    if code if expected is None else not isinstance(error, expected):
+        sys.exit(code or 1)
 
 
 def change_hooks(change: Callable[[Build, Start], list[Hook]]) -> None:
@@ -169,14 +177,15 @@ def change_hooks(change: Callable[[Build, Start], list[Hook]]) -> None:
     features.FEATURES = Features(lambda start: change(build, start), features.FEATURES.share_launch)
 
 
-def train_and_leave(config: str, overrides: Sequence[str] = ()) -> NoReturn:
-    """Train as the entry script does, and end this process as it does."""
+def train_and_leave(messages: Messages, config: Path, overrides: Sequence[str] = (), host: str = "") -> NoReturn:
+    """Train as the entry script does, on a host of that name, see ``name_host``, and end this process as it does."""
     from megasdc.pretrain import pretrain
 
     def leave(code: int, _error: BaseException | None) -> NoReturn:
         os._exit(code)
 
-    leave(*pretrain(config, overrides, (), leave))
+    name_host(host)
+    leave(*pretrain(str(config), overrides, (), leave))
 
 
 def name_host(name: str) -> None:
