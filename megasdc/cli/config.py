@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ import typer
 from megasdc.cli.app import Json, Overrides, app, input_argument, input_option, output_option
 from megasdc.common.errors import ConfigError, DataError
 from megasdc.common.program import echo, write_atomically
+from megasdc.common.words import number_of
 
 if TYPE_CHECKING:
     from megasdc.config.checks import BatchLayout
@@ -144,10 +146,11 @@ def _print_verdict(file: Path, warnings: Sequence[str], notes: Sequence[str], sh
 
 def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple[RunConfig, BatchLayout | None]:
     """The configuration, and its layout for a number of ranks; files of delays are read too."""
-    from megasdc.config.checks import check_layout
+    from megasdc.config.checks import check_layout, layout_problems
     from megasdc.config.load import load_config
 
-    config = load_config(file, overrides)
+    of_layout = (lambda found: []) if world_size is None else partial(layout_problems, world_size=world_size)
+    config = load_config(file, overrides, find_more=of_layout)
     layout = check_layout(config, world_size) if world_size is not None else None
     sections = config.megasdc
     if any(spec.path is not None for spec in sections.delay):
@@ -159,6 +162,7 @@ def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple
 
 def _notes(file: Path, overrides: Sequence[str], config: RunConfig, layout: BatchLayout | None) -> list[str]:
     """What was not checked, or is missing for a start: nothing wrong with the file."""
+    from megasdc.config.checks import disturbances
     from megasdc.data.manifest import MANIFEST_FILE
 
     data = config.megasdc.data
@@ -168,7 +172,20 @@ def _notes(file: Path, overrides: Sequence[str], config: RunConfig, layout: Batc
         for folder in data.folders
         if not (Path(folder) / MANIFEST_FILE).is_file()
     ]
+    notes += [*_missing_files(file, overrides, config), *disturbances(config.megasdc)]
     return notes if layout is not None else [*notes, "layout and batch not checked: give --world-size N"]
+
+
+def _missing_files(file: Path, overrides: Sequence[str], config: RunConfig) -> Iterator[str]:
+    """What a start reads besides the data and is not there yet, a sentence each."""
+    sections = config.megasdc
+    if (golden := sections.sdc.golden) is not None and not Path(golden).is_file():
+        yield f"sdc.golden: {golden} is not there yet: run {sections.sdc.record_command(file, overrides)}"
+    folders = {"checkpoint.universal": sections.checkpoint.universal}
+    folders["model.initial_weights"] = sections.model.initial_weights
+    for name, folder in folders.items():
+        if folder is not None and not Path(folder).is_dir():
+            yield f"{name}: there is no folder {folder}, which a run without a checkpoint starts from"
 
 
 def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:
@@ -187,6 +204,7 @@ def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:
 
 def _describe(layout: BatchLayout) -> str:
     study = f"{layout.replicas} replicas of a study, each: " if layout.replicas > 1 else ""
+    samples = number_of(layout.train_batch_size, "sample")
     batch = f"micro-batch {layout.micro_batch_size} x accumulation {layout.accumulation_steps} x data {layout.data}"
     if layout.is_uneven:
         most = layout.accumulation_steps
@@ -195,8 +213,8 @@ def _describe(layout: BatchLayout) -> str:
             f"{layout.data} replicas, {most - 1} or {most} each"
         )
     return (
-        f"{study}{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
-        f"{layout.data}; {layout.train_batch_size} samples a step = {batch}"
+        f"{study}{number_of(layout.world_size, 'rank')} = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
+        f"{layout.data}; {samples} a step = {batch}"
     )
 
 

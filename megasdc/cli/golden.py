@@ -24,6 +24,7 @@ from megasdc.cli.app import (
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, TraceError
 from megasdc.common.program import echo
+from megasdc.common.words import number_of
 
 Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Runs of each case.")]
 Minutes = Annotated[float | None, typer.Option("--minutes", min=0, help="Instead of --repeats: run for this long.")]
@@ -70,7 +71,8 @@ def golden_record(
     if as_json:
         echo(json.dumps({"file": str(out), "key": golden.key, "results": results, "repeats": golden.repeats}))
         return
-    echo(f"{out}: {results:,} results of {golden.layout}, {len(golden.cases)} cases, equal in {golden.repeats} runs")
+    cases = number_of(len(golden.cases), "case")
+    echo(f"{out}: {number_of(results, 'result')} of {golden.layout}, {cases}, equal in {golden.repeats} runs")
     for name, value in golden.key.items():
         echo(f"  {name}: {value}")
 

@@ -50,6 +50,7 @@ def prepare_data(
     """
     from megasdc.config.load import load_config
     from megasdc.data.indexed import describe_ids
+    from megasdc.data.manifest import SPLITS
     from megasdc.data.prepare import prepare
     from megasdc.data.sources import describe_skipped
 
@@ -59,7 +60,11 @@ def prepare_data(
     if as_json:
         echo(json.dumps({"path": str(target), "manifest": manifest.model_dump(mode="json")}, indent=2))
         return
-    echo(f"prepared data in {target}; a token has {manifest.unigram_entropy_nats:.3f} nats by frequency alone")
+    tokens = ", ".join(f"{manifest.splits[name].num_tokens:,} {name}" for name in SPLITS if name in manifest.splits)
+    echo(
+        f"prepared data in {target}; tokens: {tokens}; a token has {manifest.unigram_entropy_nats:.3f} nats by "
+        "frequency alone"
+    )
     if (kept := manifest.round_trip) is not None:
         echo(
             f"of {kept.num_characters:,} characters from the sources decoding changes {kept.changed_share:.3%}; "
@@ -289,19 +294,19 @@ def top(
     """Watch a run on a terminal, from any host that sees its folder: what each rank is doing and for how long, who is
     slow, devices, incidents, loss, speed, time left.
 
-    What ranks are doing is known of launched runs, unless megasdc.health.enabled is false. Ends when the run has, or by
-    Ctrl-C. Exit code 0, however the run ended; 71: the folder holds no run; 130: Ctrl-C.
+    What ranks are doing is known of launched runs, unless megasdc.health.enabled is false. Waits up to 30 s for a run
+    that is being started. Ends when the run has, or by Ctrl-C. Exit code 0, however the run ended; 71: the folder holds
+    no run; 130: Ctrl-C.
     """
     from megasdc.common.program import output_console
-    from megasdc.ops.top.command import watch_run
+    from megasdc.ops.top.command import wait_for_run, watch_run
     from megasdc.ops.top.screen import Screen
     from megasdc.ops.top.view import RunWatcher
 
-    watcher = RunWatcher(run_dir)
     console = output_console()
     if as_json:
-        print_text(watcher.read(), as_json)
+        print_text(RunWatcher(run_dir).read(), as_json)
     elif once or not console.is_terminal:
-        console.print(Screen(watcher.read()))
+        console.print(Screen(RunWatcher(run_dir).read()))
     else:
-        watch_run(watcher, console, interval)
+        watch_run(wait_for_run(run_dir, console), console, interval)

@@ -1,4 +1,4 @@
-"""Lists, ranges of numbers, moments and durations in words, for people."""
+"""Lists, numbers of things, ranges of numbers, moments and durations in words, for people."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def few(values: Sequence[object], count: int = 3, none: str = "-") -> str:
     """The first of several values, and how many more there are."""
     more = f" and {len(values) - count:,} more" if len(values) > count else ""
     return ", ".join(map(str, values[:count])) + more or none
+
+
+def number_of(count: int, noun: str, nouns: str | None = None) -> str:
+    """A number of things, such as ``1 rank`` and ``2,000 ranks``; ``nouns``: the plural where it is not with an s."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megasdc.common.errors import ConfigError
+from megasdc.common.words import number_of
 from megasdc.config.contradictions import (
     MOST_SAMPLES_LOST,
     fault_place_problems,
@@ -73,56 +74,67 @@ def check_layout(config: RunConfig, world_size: int, launch_size: int | None = N
         launch_size: number of ranks at the start of the launch, by whose numbers faults are placed; None: as many.
 
     Raises:
-        ConfigError: the ranks do not fit the layout or the enabled features, a fault names a rank that does not exist,
-            or the three batch sizes disagree; all numbers are given.
+        ConfigError: with every problem: the ranks do not fit the layout or the enabled features, a fault names a rank
+            that does not exist, or the three batch sizes disagree; all numbers are given.
     """
-    parallel = config.megasdc.parallel
-    replicas = config.megasdc.study.replicas or 1
+    if problems := layout_problems(config, world_size, launch_size):
+        raise ConfigError(problems, config.source)
+    parallel, replicas = config.megasdc.parallel, config.megasdc.study.replicas or 1
+    ranks = world_size // replicas
+    data = ranks // (parallel.tensor * parallel.pipeline)
+    train, micro, accumulation = batch_sizes(config, data)
+    return BatchLayout(ranks, parallel.tensor, parallel.pipeline, data, train, micro, accumulation, replicas)
+
+
+def layout_problems(config: RunConfig, world_size: int, launch_size: int | None = None) -> list[str]:
+    """Every problem of a number of ranks, a sentence each that starts with its dotted path; see ``check_layout``."""
+    parallel, replicas = config.megasdc.parallel, config.megasdc.study.replicas or 1
     ranks = parallel.tensor * parallel.pipeline
     if world_size < 1 or world_size % (replicas * ranks):
-        text = (
-            f"megasdc.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} = {ranks} does not divide the "
-            f"world size {world_size}; start a multiple of {ranks} ranks, or change tensor or pipeline."
-        )
         if replicas > 1:
-            text = (
+            return [
                 f"megasdc.study.replicas: {replicas} replicas of tensor {parallel.tensor} x pipeline "
                 f"{parallel.pipeline} = {replicas * ranks} does not divide the world size {world_size}; start a "
                 f"multiple of {replicas * ranks} ranks, or change replicas, tensor or pipeline."
-            )
-        raise ConfigError(text, config.source)
-    world_size //= replicas
-    data = world_size // ranks
+            ]
+        return [
+            f"megasdc.parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} = {ranks} does not divide the "
+            f"world size {world_size}; start a multiple of {ranks} ranks, or change tensor or pipeline."
+        ]
+    data = world_size // (replicas * ranks)
     began_with = data if launch_size is None else launch_size // ranks
-    if wrong := fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, began_with):
-        raise ConfigError(wrong, config.source)
-    if wrong := list(isolation_layout_problems(config.megasdc, data)):
-        raise ConfigError(wrong, config.source)
+    problems = [
+        *fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, began_with),
+        *isolation_layout_problems(config.megasdc, data),
+    ]
     if config.megasdc.audit.enabled and data == 1 and not config.megasdc.audit.permuted:
-        text = (
-            f"megasdc.audit.enabled: got true, but {world_size} ranks are one replica, which has no other to be "
-            f"compared with; start at least {2 * ranks * replicas} ranks, set megasdc.audit.permuted true, which "
-            "compares each rank with itself, or megasdc.audit.enabled false."
+        problems.append(
+            f"megasdc.audit.enabled: got true with {number_of(world_size // replicas, 'rank')}, one replica alone, "
+            f"which has no other to be compared with; start at least {2 * ranks * replicas} ranks, set "
+            "megasdc.audit.permuted true, which compares each rank with itself, or megasdc.audit.enabled false."
         )
-        raise ConfigError(text, config.source)
-    train, micro, accumulation = batch_sizes(config, data)
-    steps = config.megasdc.training.steps
+    return [*problems, *_batch_problems(config, data)]
+
+
+def _batch_problems(config: RunConfig, data: int) -> list[str]:
+    """Problems of the batch sizes with a data-parallel size."""
+    try:
+        train, micro, accumulation = batch_sizes(config, data)
+    except ConfigError as error:
+        return list(error.problems)
+    problems, steps = list[str](), config.megasdc.training.steps
     if train * steps > LARGEST_INTEGER:
-        text = (
+        problems.append(
             f"megasdc.training.steps: got {steps} of {train} samples each, together more than {LARGEST_INTEGER}, up to "
             "which samples are numbered; set fewer steps or a smaller batch."
         )
-        raise ConfigError(text, config.source)
     if config.megasdc.drop_compute.enabled and train % (micro * data):
-        text = (
+        problems.append(
             f"megasdc.drop_compute.enabled: got true, but the {train // micro} micro-batches of a step cannot be "
             f"divided among {data} replicas, which DropCompute needs; make train_batch_size a multiple of "
             f"{micro * data}, or set megasdc.drop_compute.enabled false."
         )
-        raise ConfigError(text, config.source)
-    if few := list(drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")):
-        raise ConfigError(few, config.source)
-    return BatchLayout(world_size, parallel.tensor, parallel.pipeline, data, train, micro, accumulation, replicas)
+    return [*problems, *drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")]
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, int]:
@@ -208,6 +220,17 @@ def find_warnings(config: RunConfig) -> list[str]:
     if file.model.vocab_multiple % 8:
         warnings.append(f"megasdc.model.vocab_multiple: {file.model.vocab_multiple} is no multiple of 8: slow on GPUs.")
     return warnings
+
+
+def disturbances(file: MegasdcSection) -> list[str]:
+    """What disturbs a run on purpose, a sentence each that starts with its dotted path; empty: nothing."""
+    armed = {"faults": len(file.faults), "process_faults": len(file.process_faults), "delay": len(file.delay)}
+    return [
+        f"megasdc.{name}: {number_of(count, 'entry', 'entries')}: the run is disturbed on purpose; remove the section "
+        "for a run that is no drill."
+        for name, count in armed.items()
+        if count
+    ]
 
 
 _SLOW = "starts, first steps, evaluations, saves, what comes between steps, and phases that were seldom timed yet"

@@ -31,6 +31,7 @@ from megasdc.common.credentials import find_credentials
 from megasdc.common.errors import ConfigError
 from megasdc.common.user_code import file_of, is_found
 from megasdc.common.wire import split_address
+from megasdc.common.words import number_of
 from megasdc.config.data import data_problems
 from megasdc.config.deepspeed import deepspeed_problems, recompute_interval_of
 from megasdc.config.detection import TRAINING, SdcSection
@@ -403,7 +404,8 @@ def isolation_layout_problems(file: MegasdcSection, replicas: int) -> Iterator[s
     if replicas < needed:
         for name in file.sdc.policy.isolating:
             yield (
-                f'megasdc.sdc.policy.{name}: got "isolate" with {replicas} replicas; {needed} are needed, of which '
+                f'megasdc.sdc.policy.{name}: got "isolate" with {number_of(replicas, "replica")}; {needed} are '
+                "needed, of which "
                 f'megasdc.sdc.isolation.min_replicas go on; start more ranks, or set the policy to "halt".'
             )
 

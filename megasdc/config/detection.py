@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
 
 from megasdc.config.fields import PositiveInt, Section, asks, section, setting, tunes
@@ -156,6 +159,13 @@ class SdcSection(ChecksSection):
     )
     policy: PolicySection = section(PolicySection)
     isolation: IsolationSection = section(IsolationSection)
+
+    def record_command(self, config: Path, overrides: Iterable[str] = ()) -> str:
+        """Command line that records the golden trace of a configuration file."""
+        words = ["megasdc", "golden", "record", "--config", str(config), "--out", str(self.golden)]
+        for override in overrides:
+            words += [] if override.startswith("megasdc.sdc.golden=") else ["--set", override]
+        return shlex.join(words)
 
 
 class AuditSection(Section):

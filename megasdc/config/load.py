@@ -8,7 +8,7 @@ in which the run is started, not to the folder of the file.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,22 @@ class RunConfig:
         return raw
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: Sequence[str] = ()) -> RunConfig:
+FindMore = Callable[["RunConfig"], Iterable[str]]
+
+
+def load_config(
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    allow_changed: Sequence[str] = (),
+    find_more: FindMore = lambda config: (),
+) -> RunConfig:
     """Read, check and complete a JSON file.
 
     Args:
         overrides: texts ``a.b.c=value``, applied in order before anything is checked.
         allow_changed: paths ``a.b.c`` of fields that may differ at a resume, see `megasdc.config.changes`.
+        find_more: further problems, such as those of a number of ranks; asked where every value can be used, also if
+            some contradict each other.
 
     Raises:
         ConfigError: with every problem; each states dotted path, value got, values allowed, remedy.
@@ -111,7 +121,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = (), allow_changed: 
         told = f"{', '.join(raw)}: it is the file of a guard; check it by: megasdc check-config --guard {path}"
         raise ConfigError([told], str(path))
     problems += _allowance_problems(allow_changed)
-    return replace(_build(raw, overrides, str(path), problems), allow_changed=tuple(allow_changed))
+    return replace(_build(raw, overrides, str(path), problems, find_more), allow_changed=tuple(allow_changed))
 
 
 def parse_config(
@@ -145,7 +155,13 @@ def json_schema() -> dict[str, Any]:
 
 
 def _build(
-    raw: dict[str, Any], overrides: Sequence[str], source: str | None, problems: list[str], *, stored: bool = False
+    raw: dict[str, Any],
+    overrides: Sequence[str],
+    source: str | None,
+    problems: list[str],
+    find_more: FindMore = lambda config: (),
+    *,
+    stored: bool = False,
 ) -> RunConfig:
     raw.pop(SCHEMA_KEY, None)
     if stored:
@@ -171,10 +187,12 @@ def _build(
             continue
         if not any(_inside(path, other) for path in problem.paths for other in bad):
             found.append(problem)
+    config = RunConfig(deepspeed, file, source, reset=() if stored else tuple(reset_warnings(reset, _PREFIX)))
     problems += [problem.text for problem in found]
+    problems += [] if wrong else find_more(config)
     if problems:
         raise ConfigError(problems, source)
-    return RunConfig(deepspeed, file, source, reset=() if stored else tuple(reset_warnings(reset, _PREFIX)))
+    return config
 
 
 def _allowance_problems(names: Iterable[str]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from megasdc.common.words import number_of
 from megasdc.output.page import Page
 
 Verdict = TypeVar("Verdict")
@@ -47,7 +48,5 @@ def count_statuses(statuses: Sequence[str], known: Iterable[str] = ()) -> dict[s
 
 def counted(what: str, counts: Mapping[str, int]) -> str:
     """``3 hosts: 2 healthy, 1 unhealthy``."""
-    total = sum(counts.values())
-    return (
-        f"{total} {what}{'' if total == 1 else 's'}: {', '.join(f'{count} {name}' for name, count in counts.items())}"
-    )
+    told = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{number_of(sum(counts.values()), what)}: {told}"

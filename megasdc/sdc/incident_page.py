@@ -264,7 +264,13 @@ def _environment(incident: Incident, json_name: str) -> Iterator[PageSection]:
     versions = ", ".join(f"{name} {version}" for name, version in incident.environment.versions.items())
     roles = {one.rank: "disputed" for one in incident.disputed} | {one.rank: "flagged" for one in incident.flagged}
     rows = [(*_place(one), roles.get(one.rank, "")) for one in incident.ranks]
-    table = Table("all_ranks", (*_PLACE, ""), rows, title=f"All {len(rows)} ranks", complete=json_name)
+    table = Table(
+        "all_ranks",
+        (*_PLACE, ""),
+        rows,
+        title="The rank" if len(rows) == 1 else f"All {len(rows)} ranks",
+        complete=json_name,
+    )
     yield PageSection("Environment", [f"{layout}, {incident.environment.precision}; {versions}."], tables=[table])
     yield PageSection(sentences=[f"All numbers are in {json_name}, in the same folder."])
 

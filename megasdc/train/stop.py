@@ -291,8 +291,9 @@ class StopWatch(Hook):
             run.end.reason = f"signal {signal.Signals(number).name}"
         elif time_is_up:
             run.end.reason = "time limit"
-        elif run.step == self.stop_step:
-            run.end.reason = f"training.stop_step {self.stop_step}"
+        elif self.stop_step is not None and run.step >= self.stop_step:
+            passed = "" if run.step == self.stop_step else ", which the run had passed before"
+            run.end.reason = f"training.stop_step {self.stop_step}{passed}"
         run.end.must_stop_soon = bool(number) or time_is_up
         if run.end.reason:
             run.events.emit("stop", "requested", step=run.step, reason=run.end.reason)

@@ -118,7 +118,7 @@ def test_what_rank_0_refuses_ends_all(single: Path, double: Path, tmp_path: Path
     assert [code for code, _, _ in ended] == [70, 70]
     assert all("faults.0.value: kind value needs it" in error for _, _, error in ended)
     [(code, _, error)] = _launch([str(double)])
-    assert code == 70 and "1 ranks are not a multiple of the 2" in error
+    assert code == 70 and "got 1 rank, no multiple of the 2" in error
 
 
 def test_an_unwritable_result_is_printed(single: Path, tmp_path: Path) -> None:

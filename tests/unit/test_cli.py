@@ -21,6 +21,7 @@ from megasdc.cli.app import Application, is_unexpected, print_result
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.config.load import load_config
+from megasdc.data.manifest import SplitRecord
 from megasdc.lab.traces import trace_command
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"
@@ -66,6 +67,30 @@ def test_check_config_says_its_verdict(monkeypatch, tmp_path):
     manifest.parent.mkdir(parents=True)
     manifest.touch()
     assert run("check-config", SMOKE).stdout == f"{SMOKE}: OK\n{without}\n"
+
+
+def test_check_config_says_what_is_missing_and_what_disturbs_the_run(monkeypatch, tmp_path):
+    """A golden trace or a checkpoint to start from that is not there, with the command; armed faults and delays."""
+    monkeypatch.chdir(tmp_path)
+    given = [
+        'megasdc.faults=[{"kind": "bit_flip"}]',
+        'megasdc.process_faults=[{"kind": "exit"}, {"kind": "hang"}]',
+        'megasdc.delay=[{"kind": "exponential", "mean_s": 1}]',
+        "megasdc.determinism.enabled=true",
+        "megasdc.sdc.golden=none.golden",
+        "megasdc.checkpoint.universal=none",
+        "megasdc.model.initial_weights=nothing",
+    ]
+    options = [word for text in given for word in ("--set", text)]
+    _data, golden, universal, weights, *armed, _layout = json.loads(
+        run("check-config", SMOKE, "--json", *options).stdout
+    )["notes"]
+    assert golden.startswith(f"sdc.golden: none.golden is not there yet: run megasdc golden record --config {SMOKE}")
+    assert "--out none.golden" in golden and "sdc.golden=" not in golden
+    assert "checkpoint.universal: there is no folder none" in universal
+    assert "model.initial_weights: there is no folder nothing" in weights
+    starts = ("megasdc.faults: 1 entry:", "megasdc.process_faults: 2 entries:", "megasdc.delay: 1 entry:")
+    assert [text.startswith(start) for text, start in zip(armed, starts, strict=True)] == [True] * 3
 
 
 def test_check_config_predicts_the_memory_of_a_step():
@@ -184,6 +209,7 @@ def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):
         unigram_entropy_nats = 6.5
         round_trip = None  # as of a version before it was measured
         sources = []
+        splits = {"valid": SplitRecord(num_documents=1, num_tokens=70, num_bytes=None)}
 
         def model_dump(self, mode):
             return {"format_version": 1}
@@ -196,7 +222,7 @@ def test_prepare_data_calls_the_library_with_the_section(monkeypatch, tmp_path):
     result = run("prepare-data", "--config", SMOKE, "--out", tmp_path / "a b", "--workers", 2, "--force", "--json")
     assert calls == [("prepared/stdlib", tmp_path / "a b", 2, False, True)]
     assert json.loads(result.stdout) == {"path": str(tmp_path / "a b"), "manifest": {"format_version": 1}}
-    assert run("prepare-data", "--config", SMOKE).exit_code == 0
+    assert "tokens: 70 valid; a token has 6.500 nats" in run("prepare-data", "--config", SMOKE).stdout
     assert calls[1] == ("prepared/stdlib", Path("prepared/stdlib"), 1, True, False)
 
 

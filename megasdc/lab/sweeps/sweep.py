@@ -31,6 +31,7 @@ from megasdc.checkpoint.files import step_folder
 from megasdc.common.durable import rename_durably, write_durably
 from megasdc.common.errors import ConfigError, MegasdcError, PeerError, StorageError
 from megasdc.common.run_lock import open_lock_file
+from megasdc.common.words import number_of
 from megasdc.config.data import DataSection
 from megasdc.config.sections import MegasdcSection
 from megasdc.data.manifest import MANIFEST_FILE, DataManifest, digest_settings, verify_prepared
@@ -648,7 +649,11 @@ def choose_workers(plan: SweepPlan, asked: int | None = None) -> int:
     """
     ranks, devices = plan.sweep.ranks, count_accelerators()
     if devices and devices < ranks * (asked or 1):
-        wanted = f"{asked} runs of {ranks} ranks side by side need" if asked else f"a run of {ranks} ranks needs"
+        wanted = (
+            f"{asked} runs of {number_of(ranks, 'rank')} side by side need"
+            if asked
+            else f"a run of {number_of(ranks, 'rank')} needs"
+        )
         raise ConfigError(
             f"--workers: {wanted} a device for each rank, and there are {devices}; ask for fewer, give more in "
             'CUDA_VISIBLE_DEVICES, or set it to "" to compute on the processor.'

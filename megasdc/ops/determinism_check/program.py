@@ -11,6 +11,7 @@ from typing import Any
 
 from megasdc.attached.settings import TRIAL_VARIABLE
 from megasdc.common.errors import LaunchError, TraceError, error_of_rank
+from megasdc.common.words import number_of
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.guard import GuardSettings
 from megasdc.ops.determinism_check.check import Progress, compare_two_runs, repeat_outcome
@@ -49,7 +50,7 @@ def check_program(
     unset = "determinism.enabled is false: PyTorch and the GPU's libraries may choose what does not repeat"
     return repeat_outcome(
         [] if settings.determinism.enabled else [unset],
-        [f"two runs of {steps} steps of {command.script} on {layout.world_size} ranks"],
+        [f"two runs of {number_of(steps, 'step')} of {command.script} on {number_of(layout.world_size, 'rank')}"],
         f"{observations} {OBSERVED}",
         compare_two_runs(first, second, layout),
         script=command.script,
@@ -75,7 +76,8 @@ def _run_once(
         found = read_folder(Path(folder) / TRACE_FOLDER)
     except TraceError as error:
         raise LaunchError(
-            f"{command.script}: its {ranks} ranks left no whole trace of {steps} steps: {error}; the script must "
+            f"{command.script}: its {number_of(ranks, 'rank')} left no whole trace of {number_of(steps, 'step')}: "
+            f"{error}; the script must "
             "attach a guard, `megasdc.attach(engine, ...)`, and take so many steps; on several hosts the folder of "
             "temporary files must be shared (TMPDIR)"
         ) from error

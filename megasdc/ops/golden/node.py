@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError, HangError, LaunchError, MegasdcError, PeerError, TraceError
+from megasdc.common.words import number_of
 from megasdc.ops.golden.drill import load_drill
 from megasdc.ops.golden.library import choose_golden
 from megasdc.ops.golden.result import judge_reports
@@ -175,8 +176,8 @@ def _make_plan(board: StoreMailbox, golden: Path, faults: Path | None) -> dict[s
         header = load_header(choose_golden(golden, board.world) if golden.is_dir() else golden)
         if board.world % layout_size(header):
             raise ConfigError(
-                f"{board.world} ranks are not a multiple of the {layout_size(header)} that the golden trace has "
-                f"({header['layout']}); start a multiple, or record one for another layout"
+                f"got {number_of(board.world, 'rank')}, no multiple of the {layout_size(header)} that the golden "
+                f"trace has ({header['layout']}); start a multiple, or record one for another layout"
             )
         drill = None if faults is None else load_drill(faults, header)
         plan = {"layout": header["layout"], "config": header["config"], "cases": len(header["cases"]), "drill": drill}

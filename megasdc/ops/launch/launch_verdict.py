@@ -147,7 +147,7 @@ def judge_launch(
         notes.insert(0, f"the launcher ended with {describe_code(launcher_code)}, after every rank reported success")
     stops = dict.fromkeys(done.end for _, done in sorted(records.done.items()) if (done.end or "").startswith("stop"))
     notes[:0] = [f"it {end}" for end in stops]
-    return LaunchVerdict(0, None, None, [f"all {len(expected)} ranks are done", *notes])
+    return LaunchVerdict(0, None, None, [_all_done(len(expected)), *notes])
 
 
 def after_suspension(verdict: LaunchVerdict, records: LaunchRecords, stood_still_s: float) -> LaunchVerdict:
@@ -250,7 +250,7 @@ def _ranks_agreed(
     """They have found it, and are not therefore the cause: no rank is named."""
     one = agreed[0]
     name, ranks = _name_of(one), [done.rank for done in agreed]
-    who = f"all {len(ranks)} ranks" if len(ranks) == len(host_of_rank) else _ranks(ranks, host_of_rank)
+    who = f"all {len(ranks)} ranks" if 1 < len(ranks) == len(host_of_rank) else _ranks(ranks, host_of_rank)
     lines = [f"{who} ended with exit code {one.exit_code} ({name}): {one.message or 'without a message'}"]
     lines += _others([done.rank for done in failed if done.rank not in ranks], missing, host_of_rank, "with it")
     return LaunchVerdict(one.exit_code, None, None, [*lines, *notes])
@@ -440,7 +440,7 @@ def _stopped(
         line += f"; without a done record: {_ranks(missing, host_of_rank)}" if missing else ""
         line += f"; interrupted before it could save: {_ranks(interrupted, host_of_rank)}" if interrupted else ""
         return LaunchVerdict(128 + number, None, None, [line, *notes], number)
-    lines = [f"stopped by {name}, all {len(host_of_rank)} ranks saved and are done", *notes]
+    lines = [f"stopped by {name}, {_all_done(len(host_of_rank), 'saved and ')}", *notes]
     return LaunchVerdict(0, None, None, lines, number)
 
 
@@ -451,9 +451,13 @@ def _abandoned(
     of = f" of {_ranks(gone, host_of_rank)}" if gone else ""
     line = (
         f"the launcher{of} was killed, or ended before its ranks ({describe_code(launcher_code)}), without a "
-        f"requested stop; all {len(host_of_rank)} ranks saved and are done: start again to continue"
+        f"requested stop; {_all_done(len(host_of_rank), 'saved and ')}: start again to continue"
     )
     return LaunchVerdict(LaunchError.exit_code, None, host_of_rank[gone[0]] if gone else None, [line, *notes])
+
+
+def _all_done(count: int, before: str = "") -> str:
+    return f"the one rank {before}is done" if count == 1 else f"all {count} ranks {before}are done"
 
 
 def _ranks(ranks: Sequence[int], host_of_rank: Sequence[str]) -> str:

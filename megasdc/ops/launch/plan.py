@@ -102,7 +102,8 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
         words=[script],
         arguments=arguments,
         readable={
-            **dict.fromkeys([script, arguments[1], *hooks, *_golden(config, cwd)], "make, copy or share it"),
+            **dict.fromkeys([script, arguments[1], *hooks], "make, copy or share it"),
+            **_read_at_start(config, request, cwd),
             **{str(cwd / folder): remedy for folder in sections.data.folders},
         },
         data=[str(cwd / folder) for folder in sections.data.folders],
@@ -117,10 +118,18 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
     )
 
 
-def _golden(config: RunConfig, cwd: Path) -> list[str]:
-    """The golden trace that ranks read at their start, wherever they run."""
-    path = config.megasdc.sdc.golden
-    return [] if path is None else [str(cwd / path)]
+def _read_at_start(config: RunConfig, request: LaunchRequest, cwd: Path) -> dict[str, str]:
+    """The golden trace and the checkpoint that ranks read at their start, wherever they run, each with its remedy."""
+    assert request.config_path is not None, "the configuration was read from it"
+    sections, needed = config.megasdc, dict[str, str]()
+    if sections.sdc.golden is not None:
+        record = sections.sdc.record_command(request.config_path, request.overrides)
+        needed[str(cwd / sections.sdc.golden)] = f"record it with `{record}`, copy or share it"
+    saved = cwd / (sections.checkpoint.folder or Path(sections.logging.run_dir) / "checkpoints")
+    if not any(saved.glob("step_*")):
+        begins = sections.checkpoint.universal or sections.model.initial_weights
+        needed |= {} if begins is None else {str(cwd / begins): "make, copy or share it: the run starts from it"}
+    return needed
 
 
 def _user_program(program: UserProgram, cwd: Path) -> RankProgram:

@@ -20,7 +20,8 @@ from rich.filesize import decimal
 
 from megasdc.checkpoint.files import MANIFEST_FILE, step_folder
 from megasdc.common.errors import CheckpointError, CorruptionError, DataError, LaunchError, StorageError
-from megasdc.config.checks import check_layout, find_warnings
+from megasdc.common.words import number_of
+from megasdc.config.checks import check_layout, disturbances, find_warnings
 from megasdc.config.deepspeed import MONITORS
 from megasdc.config.repeatability import find_causes, find_startup_modules
 from megasdc.data.manifest import DataManifest, check_folder, verify_prepared
@@ -45,11 +46,10 @@ def check_configuration(job: Job) -> PreflightFinding:
         warnings.append("megasdc.health.enabled: false: a run that is stuck is not ended")
     if not (sections.checkpoint.interval or sections.checkpoint.memory.interval):
         warnings.append("megasdc.checkpoint.interval: 0: a failure loses all that was done")
-    if names := [name for name in ("faults", "process_faults", "delay") if getattr(sections, name)]:
-        warnings.append(f"megasdc.{names[0]}: the run is disturbed on purpose")
+    warnings += disturbances(sections)
     text = (
-        f"{layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, "
-        f"{layout.train_batch_size} samples a step"
+        f"{number_of(layout.world_size, 'rank')} = tensor {layout.tensor} x pipeline {layout.pipeline} "
+        f"x data {layout.data}, {number_of(layout.train_batch_size, 'sample')} a step"
     )
     return with_warnings(text, warnings)
 

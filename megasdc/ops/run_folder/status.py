@@ -46,7 +46,7 @@ def status_of(run: RunRecord) -> RunStatus:
         reason = str(ends[-1].fields.get("reason", ALL_DONE))
         if reason == ALL_DONE:
             return RunStatus(
-                "done", step, planned, f"done, all {step:,} steps." if step == planned else f"done at {at}."
+                "done", step, planned, f"done, all {step:,} steps." if 1 < step == planned else f"done at {at}."
             )
         return RunStatus("stopped", step, planned, f"stopped at {at}: {reason}.")
     if ending is not None and not run.config:  # of a training that is not megasdc's own

@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
+from megasdc.common.errors import DataError
 from megasdc.ops.top.screen import Screen
 from megasdc.ops.top.view import RunWatcher
+
+WAIT_S = 30.0
+"""A launch may be checking its hosts, which takes seconds, before it writes into the run folder."""
+
+
+def wait_for_run(folder: Path, console: Console, wait_s: float = WAIT_S, interval_s: float = 0.5) -> RunWatcher:
+    """The watcher of a run folder, once it holds a run.
+
+    Args:
+        console: is told what is waited for.
+        wait_s: seconds after which the folder is refused.
+        interval_s: seconds between two looks.
+
+    Raises:
+        DataError: it holds no run by then, or a study.
+    """
+    until, told = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return RunWatcher(folder)
+        except DataError:
+            empty = not folder.is_dir() or not any(folder.iterdir())
+            if not empty or time.monotonic() > until:
+                raise
+        if not told:
+            console.print(f"{folder} holds no run yet; waiting up to {wait_s:.0f} s for its start (Ctrl-C ends)")
+            told = True
+        time.sleep(interval_s)
 
 
 def watch_run(watcher: RunWatcher, console: Console, interval_s: float) -> None:

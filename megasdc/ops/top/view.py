@@ -29,6 +29,7 @@ from megasdc.ops.launch.launch_verdict import Met, read_met
 from megasdc.ops.run_folder.marks import FAULT, details, lane_of
 from megasdc.ops.run_folder.record import (
     CONFIG_FILE,
+    LAUNCH_FILE,
     LaunchEnding,
     LineReader,
     RunRecord,
@@ -46,6 +47,8 @@ from megasdc.output.page import plain_values
 from megasdc.sdc.incident import Incident, headline, load_incidents
 
 KEPT_ROWS, KEPT_EVENTS = 200, 500
+FRONTS = "health/front_*.json"
+"""What a launch leaves first in its run folder, until all hosts have read it (``front_path``)."""
 PACE_ROWS = 50
 """Last lines of metrics whose times give the pace of a run."""
 T = TypeVar("T")
@@ -284,7 +287,7 @@ class RunWatcher:
     def __init__(self, folder: Path) -> None:
         if (folder / STUDY_FOLDER).is_dir():
             raise DataError(f"{folder} holds a study; give one of its folders replica_K")
-        if not is_run(folder):
+        if not is_run(folder) and not any(folder.glob(FRONTS)):
             raise DataError(
                 f"{folder} {'' if folder.is_dir() else 'is no folder, and '}holds no run ({CONFIG_FILE}, "
                 f"{METRICS_FILE} or events/); give the folder that megasdc.logging.run_dir names, once the run has "
@@ -308,13 +311,16 @@ class RunWatcher:
             notes += describe_differing_dates(self._folder / "health")
         notes += _without_room(self._folder, run.setting("megasdc.logging.wait_for_room_s"))
         state, status = _state_of(look, hosts)
+        text = status.text if state == status.state and state in OVER else None
+        if state in OVER and self._is_starting_again(run):
+            state, text = "starting", f"starting; of the start before: {status.text}"
         step, planned = max(status.step, _done_by_all(hosts)), status.planned
         last = {name: float(one.values[-1]) for name, one in run.series.items()}
         holder = read_holder(self._folder)
         return RunView(
             run_dir=str(self._folder),
             state=state,
-            text=status.text if state == status.state and state in OVER else _text_of(state, step, planned, look),
+            text=_text_of(state, step, planned, look) if text is None else text,
             over=state in OVER and not (holder is not None and holder.lives_here),
             step=step,
             planned=planned,
@@ -336,6 +342,17 @@ class RunWatcher:
             local_clock=self._clock.is_local,
             notes=tuple(notes),
         )
+
+    def _is_starting_again(self, run: RunRecord) -> bool:
+        """Whether a launch has begun since the one that is over, and no rank has told of it yet."""
+        told = {one.launch for one in run.events} | ({run.ending.launch} if run.ending is not None else set())
+        begun = {path.stem.removeprefix("front_").partition(".")[0]: path for path in self._folder.glob(FRONTS)}
+        begun |= {path.name: path for path in self._folder.glob("done/*") if not (path / LAUNCH_FILE).exists()}
+        holder = read_holder(self._folder)
+        if holder is not None and holder.launch_id is not None and holder.may_live and holder.launch_id not in told:
+            return True
+        ages = [self._clock.age_s(path) for launch, path in begun.items() if launch not in told]
+        return any(age is not None and age <= SILENT_S for age in ages)  # else its front was killed
 
     def _met(self, notes: list[str]) -> tuple[Met, ...]:
         try:

@@ -24,6 +24,7 @@ from torch import Tensor
 from megasdc.common.addresses import MICRO_BATCH_PHASES, PHASES, Address
 from megasdc.common.errors import ConfigError
 from megasdc.config.checks import check_layout
+from megasdc.config.deepspeed import MONITORS
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.sections import GoldenSection
 from megasdc.data.loader import MicroBatch
@@ -64,26 +65,28 @@ UNREADABLE = "cannot read it"
 """What ranks without their golden file cannot do, for messages."""
 
 
+WORKLOAD_SECTIONS = ("model", "parallel", "data", "golden", "trace", "determinism", "logging")
+"""Sections of which the golden workload is made; the others are as if they were not given."""
+
+
 def workload_config(config: RunConfig) -> RunConfig:
     """The configuration of the golden workload of a run's configuration.
 
-    Batch sizes are those of the ``golden`` section; sections that write or read files are reset, and so are faults. It
-    is deterministic even if the run is not.
+    Batch sizes are those of the ``golden`` section. What the workload does not compute is reset - bounds and hooks,
+    faults and delays, checks, saves, health - so that nothing of it can contradict the workload's few steps. It is
+    deterministic even if the run is not.
     """
     raw = config.resolved()
     golden = config.megasdc.golden
-    for name in ("train_batch_size", "tensorboard", "wandb", "csv_monitor", "comet"):
+    for name in ("train_batch_size", *MONITORS):
         raw.pop(name, None)
     raw["train_micro_batch_size_per_gpu"] = golden.micro_batch_size
     raw["gradient_accumulation_steps"] = golden.micro_batches
-    sections = raw["megasdc"]
-    sections["checkpoint"] = sections["audit"] = sections["sdc"] = sections["drop_compute"] = {}
-    sections["study"] = {}
-    sections["faults"], sections["process_faults"], sections["delay"] = [], [], []
+    sections = {name: raw["megasdc"][name] for name in WORKLOAD_SECTIONS}
     sections["model"]["initial_weights"] = None
     sections["determinism"]["enabled"] = True
     sections["training"] = {"steps": golden.steps, "seed": config.megasdc.training.seed}
-    return parse_config(raw, source=config.source, stored=True)
+    return parse_config(raw | {"megasdc": sections}, source=config.source, stored=True)
 
 
 def workload_cases(config: RunConfig) -> tuple[Case, ...]:

@@ -3,6 +3,7 @@
 import ast
 import copy
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from megasdc import config
 from megasdc.common.errors import ConfigError
-from megasdc.config.checks import check_layout, find_warnings, resolve_batch
-from megasdc.config.load import WholeFile, parse_config
+from megasdc.config.checks import check_layout, find_warnings, layout_problems, resolve_batch
+from megasdc.config.load import WholeFile, load_config, parse_config
 from megasdc.config.model import PRESETS, ModelSection, ffn_width, head_width
 from megasdc.config.schema import REMOVED, locate_key
 
@@ -467,3 +468,29 @@ def test_what_problems_name_are_fields() -> None:
     assert len(named) > 40
     fields = sorted(text for text in named if not text.startswith("megasdc.model.megatron."))
     assert [text for text in fields if locate_key(tuple(text.split(".")), WholeFile)[2] is None] == []
+
+
+def test_everything_wrong_with_a_number_of_ranks_is_told_at_once(tmp_path):
+    """Isolation without enough replicas, a fault on a rank that is not there and the batch, beside contradictions."""
+    sections = {
+        "sdc": {"policy": {"persistent": "isolate"}},
+        "audit": {"enabled": True},
+        "faults": [{"rank": 7}],
+    }
+    sizes = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({**sizes, "megasdc": BASE["megasdc"] | sections}))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, find_more=lambda found: layout_problems(found, 1))
+    for start in (
+        "megasdc.audit.enabled: got true with megasdc.determinism.enabled false",
+        'megasdc.sdc.policy.persistent: got "isolate" with megasdc.checkpoint.memory.interval 0',
+        'megasdc.sdc.policy.persistent: got "isolate" with 1 replica; 3 are needed',
+        "megasdc.faults.0.rank: got 7, but there are 1",
+        "megasdc.audit.enabled: got true with 1 rank, one replica alone",
+        "train_batch_size: got 10",
+    ):
+        assert any(one.startswith(start) for one in caught.value.problems), (start, caught.value.problems)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["train_batch_size=ten"], find_more=lambda found: layout_problems(found, 1))
+    assert not any("with 1 r" in one for one in caught.value.problems), "values that cannot be read have no layout"

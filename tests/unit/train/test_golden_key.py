@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import megasdc
-from megasdc.config.load import RunConfig, parse_config
+from megasdc.config.load import RunConfig, load_config, parse_config
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.golden import key_differences, machine_key, processor_name
 from megasdc.train.detection.golden import workload_config
-from megasdc.train.detection.golden_key import golden_key
+from megasdc.train.detection.golden_key import golden_key, workload_digest
 
+EXAMPLES = Path(__file__).parents[3] / "configs"
 ARM = """processor\t: 0
 BogoMIPS\t: 243.75
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
@@ -97,3 +98,25 @@ def test_fused_modules_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> N
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64}
     keys = [golden_key(_config(model={**sizes, "fuse": on}), ParallelDims(1, 1, 1), "xor") for on in (False, True)]
     assert key_differences(*keys) == {"fused": (None, "functions 2, a compiler")}
+
+
+def test_a_workload_has_no_part_of_the_run_that_it_does_not_compute() -> None:
+    """Bounds, resets, hooks, saves, audits and their policies neither change it nor contradict its two steps."""
+    run: dict[str, Any] = {
+        "optimizer_hooks": [{"hook": "spike_aware", "theta": 50.0, "grace_steps": 20}, {"hook": "momentum_reset"}],
+        "training": {"steps": 1000, "stop_step": 500, "eval_interval": 10},
+        "checkpoint": {"interval": 100, "other_layout": "convert", "memory": {"interval": 1, "partners": True}},
+        "determinism": {"enabled": True},
+        "audit": {"enabled": True, "verify_checkpoints": True},
+        "sdc": {"policy": {"persistent": "isolate"}},
+        "health": {"alert_command": ["no-such-program"]},
+        "supervise": {"num_hosts": 3},
+    }
+    config, plain = workload_config(_config(**run)), workload_config(_config(training={"steps": 1000}))
+    assert config == plain and workload_digest(config) == workload_digest(plain)
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.json")), ids=lambda file: file.stem)
+def test_a_workload_is_made_of_every_example(file: Path) -> None:
+    """None of them is refused for what its golden trace leaves out."""
+    assert workload_config(load_config(file)).megasdc.optimizer_hooks == []

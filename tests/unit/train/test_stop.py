@@ -13,7 +13,8 @@ from hand_made import write_checkpoint
 from megasdc.common.errors import NonFiniteError, as_known_error
 from megasdc.engine.engine import StepResult
 from megasdc.engine.hooks import RunEnd, RunProgress
-from megasdc.train.stop import LAST_SKIPPED, SkipWatch
+from megasdc.train.signals import StopSignals
+from megasdc.train.stop import LAST_SKIPPED, SkipWatch, StopWatch
 
 
 def _ended(
@@ -83,3 +84,17 @@ def test_a_run_that_is_asked_to_stop_is_not_over(tmp_path: Path) -> None:
     assert _ended(tmp_path, nan, stop="signal SIGTERM") is None
     assert isinstance(_ended(tmp_path, nan), NonFiniteError)
     assert isinstance(_ended(tmp_path, nan, steps=LAST_SKIPPED, stop="signal SIGTERM"), NonFiniteError)
+
+
+@pytest.mark.parametrize(("step", "said"), [(4, None), (5, "training.stop_step 5"), (7, "stop_step 5, which the run")])
+def test_a_run_that_has_passed_its_stop_step_stops_and_says_so(step: int, said: str | None) -> None:
+    """A resume beyond it trained to the end; before it a run goes on."""
+    signals, told = StopSignals(None), list[str]()
+    try:
+        run: Any = SimpleNamespace(step=step, end=RunEnd(), host_group=None)
+        run.events = SimpleNamespace(emit=lambda *_, reason, **__: told.append(reason))
+        StopWatch(signals, None, 0.0, 5)._decide(run, 0, time_is_up=False)
+    finally:
+        signals.close()
+    assert (run.end.reason is None) is (said is None)
+    assert said is None or said in told[0]

@@ -7,7 +7,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from megasdc.checkpoint.verify import Standing
-from megasdc.common.words import duration, ranges
+from megasdc.common.words import duration, number_of, ranges
 from megasdc.output.page import Page, PageSection
 
 
@@ -35,7 +35,7 @@ def inspection_page(found: dict[str, Any]) -> Page:
         "loader": _listed(dict(list(states.get("loader", {}).items())[:6])),
         "random": ""
         if random is None
-        else f"generators of {random['ranks'] - random['missing']} of {random['ranks']} ranks",
+        else f"generators of {random['ranks'] - random['missing']} of {number_of(random['ranks'], 'rank')}",
         **{f"node {node}": _wrote(wrote) for node, wrote in found["written_by"].items()},
         **{slot: _slot(one) for slot, one in found["slots"].items()},
     }

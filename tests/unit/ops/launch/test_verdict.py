@@ -420,3 +420,11 @@ def test_where_a_launch_stopped_stands_behind_its_ranks() -> None:
     stopped = "stopped at step 3 of 9: time limit"
     records.done.update({rank: replace(done, end=stopped) for rank, done in records.done.items()})
     assert judge_launch(HOSTS, records, 0).lines == ["all 4 ranks are done", f"it {stopped}"]
+
+
+@pytest.mark.parametrize(("stopped_by", "line"), [(None, "the one rank is done"), (15, "the one rank saved and is")])
+def test_one_rank_is_told_as_one(stopped_by: int | None, line: str) -> None:
+    """A run of a single rank has no ranks."""
+    records = records_of(SUCCESS)
+    records = replace(records, started={0: records.started[0]}, done={0: records.done[0]})
+    assert line in judge_launch(HOSTS[:1], records, 0, stopped_by=stopped_by).lines[0]

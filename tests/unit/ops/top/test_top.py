@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from megasdc.metrics.writer import MetricsWriter, cut_back, set_metrics_aside
 from megasdc.ops.health.hosts import FileClock
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 from megasdc.ops.run_folder.record import load_run
-from megasdc.ops.run_folder.status import status_of
+from megasdc.ops.run_folder.status import SILENT_S, status_of
+from megasdc.ops.top.command import wait_for_run
 from megasdc.ops.top.screen import Screen
 from megasdc.ops.top.view import RunFollower, RunView, RunWatcher
 
@@ -244,3 +246,34 @@ def test_no_file_of_a_run_ends_a_command_with_a_traceback(tmp_path: Path, comman
         done = CliRunner().invoke(app, [*command, str(folder)])
         assert done.exception is None or isinstance(done.exception, SystemExit | MegasdcError), (path, done.exception)
         path.write_text(content)
+
+
+@pytest.mark.parametrize("sign", ["health/front_20261130-001910-a54b03.json", "done/20261130-001910-a54b03/rank_0"])
+def test_a_run_that_is_starting_again_is_not_over(sign: str, tmp_path: Path) -> None:
+    """From the launch's first file on until a rank has told of it; not for ever, where that launch was killed."""
+    folder = write_run(tmp_path / "run", losses(20), planned=20)
+    assert RunWatcher(folder).read().state == "done"
+    path = folder / sign
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    view = RunWatcher(folder).read()
+    assert (view.state, view.over) == ("starting", False)
+    assert view.text.startswith("starting; of the start before: done")
+    for one in (path, path.parent):
+        os.utime(one, (time.time() - 2 * SILENT_S,) * 2)
+    assert RunWatcher(folder).read().over
+
+
+def test_a_run_that_is_being_started_is_waited_for(tmp_path: Path) -> None:
+    """Its folder comes after the checks of hosts; one that stays empty is refused after the wait, others at once."""
+    console = Console(file=io.StringIO())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_run, tmp_path / "run", console, 30.0, 0.01)
+        (tmp_path / "run" / "health").mkdir(parents=True)
+        (tmp_path / "run" / "health" / "front_a.json").write_text("{}")
+        view = waiting.result().read()
+    assert (view.state, view.over) == ("starting", False)
+    for folder, wait_s in ((tmp_path / "none", 0.02), (tmp_path, 30.0)):
+        with pytest.raises(DataError, match="holds no run"):
+            wait_for_run(folder, console, wait_s, 0.01)
+    assert isinstance(console.file, io.StringIO) and "waiting up to" in console.file.getvalue()
