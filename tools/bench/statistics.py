@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-Block = Callable[[], None]
+Block = Callable[[], object]
 Side = TypeVar("Side")
 SLACK = 0.01
 """Largest distance of the upper end of a ratio's interval above its bar."""
@@ -30,6 +30,9 @@ class Cost:
 
     wall_s: float
     cpu_s: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,10 @@ def in_turn(sides: Sequence[Side], block: int) -> list[Side]:
 
 
 def run_alternating(
-    first: Block,
-    second: Block,
+    first: Side,
+    second: Side,
     pairs: int,
-    measure: Callable[[Block], Cost],
+    measure: Callable[[Side], Cost],
     after_pair: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[Cost, Cost]]:
     """Run two blocks ``in_turn``.
@@ -121,9 +124,9 @@ def run_alternating(
 
 def run_pairs(
     what: str,
-    sides: tuple[Block, Block],
+    sides: tuple[Side, Side],
     pairs: int,
-    measure: Callable[[Block], Cost],
+    measure: Callable[[Side], Cost],
     on_progress: Callable[[str, int, int], None],
     after_pair: Callable[[], None] = lambda: None,
 ) -> list[tuple[Cost, Cost]]:
@@ -144,6 +147,11 @@ def run_pairs(
     on_progress(what, 0, pairs)
     run_alternating(*sides, 1, measure)
     return run_alternating(*sides, pairs, measure, after_done)
+
+
+def cost_of(block: Callable[[], Cost]) -> Cost:
+    """Run a block that measures itself, because not all that it does counts."""
+    return block()
 
 
 def median_walls(costs: Sequence[tuple[Cost, Cost]]) -> tuple[float, float]:

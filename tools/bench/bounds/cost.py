@@ -9,7 +9,6 @@ what a user waits for: torch's AdamW, DeepSpeed's CPU Adam; and against the form
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,11 @@ from megasdc.tensors.bound import bound_, implementation
 from megasdc.tensors.bound_limits import SUMS
 from tools.bench.bounds.cost_others import LIMITS, Other, others
 from tools.bench.bounds.options import BoundsBenchOptions
-from tools.bench.clocks import devices_here, wait_for_device
+from tools.bench.clocks import devices_here, time_block
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress
 from tools.bench.result import Comparison, ComparisonResult, Report, interval, table
-from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run_pairs
+from tools.bench.statistics import SLACK, Cost, cost_of, median_walls, ratios, run_pairs
 from tools.trainings.numerics import cpu_threads
 
 BAR = 1.25
@@ -124,32 +123,17 @@ class Shard:
         return None if found == bounded * passes else f"{found} bounded in {passes} passes, not {bounded} in each"
 
 
-class _Clock:
-    """Time inside marked calls, until a GPU, if there is one, has done them."""
+def _timed(call: Callable[[], Any], before: Callable[[], Any], repeats: int) -> Callable[[], Cost]:
+    """A block of calls that count, each after one that does not; it returns its cost."""
 
-    def __init__(self) -> None:
-        self.wall_s = self.cpu_s = 0.0
+    def block() -> Cost:
+        total = Cost(0.0, 0.0)
+        for _ in range(repeats):
+            before()
+            total += time_block(call)
+        return total
 
-    def block(self, run: Callable[[], Any], before: Callable[[], Any], repeats: int) -> Block:
-        """A block of calls that count, each after one that does not."""
-
-        def block() -> None:
-            for _ in range(repeats):
-                before()
-                wait_for_device()
-                wall, cpu = time.perf_counter(), time.process_time()
-                run()
-                wait_for_device()
-                self.cpu_s += time.process_time() - cpu
-                self.wall_s += time.perf_counter() - wall
-
-        return block
-
-    def measure(self, block: Block) -> Cost:
-        """Cost of a block's calls."""
-        self.wall_s = self.cpu_s = 0.0
-        block()
-        return Cost(self.wall_s, self.cpu_s)
+    return block
 
 
 def bench_bounds(options: BoundsBenchOptions, on_progress: Progress = ignore_progress) -> BoundsBenchResult:
@@ -181,15 +165,15 @@ def _compare(
     for side, outliers in cases:
         shard.set_outliers(outliers)
         run = side.build(shard.gradient, shard.second_moment)
-        clock, bounded = _Clock(), len(shard.places) if outliers else 0
+        bounded = len(shard.places) if outliers else 0
 
         def before(shard: Shard = shard, outliers: bool = outliers) -> None:
             if outliers:
                 shard.set_outliers(True)
 
-        pair = clock.block(shard.bound, before, repeats), clock.block(run, before, repeats)
+        pair = _timed(shard.bound, before, repeats), _timed(run, before, repeats)
         what = f"{device.type} {size} M, {side.name}{', some to bound' if outliers else ''}"
-        costs = run_pairs(what, pair, options.blocks, clock.measure, on_progress)
+        costs = run_pairs(what, pair, options.blocks, cost_of, on_progress)
         ours, theirs = (wall_s / repeats for wall_s in median_walls(costs))
         yield BoundsComparison(
             bar=BAR if side.reads_once and has_bar and not outliers else None,

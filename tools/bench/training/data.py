@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from megasdc.data.tokenizer import SENTENCEPIECE_FILE, train_sentencepiece
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, scratch_folder
 from tools.bench.result import Comparison, ComparisonResult, Report
-from tools.bench.statistics import Block, Cost, median_walls, ratios, run_pairs
+from tools.bench.statistics import Cost, cost_of, median_walls, ratios, run_pairs
 from tools.bench.training.options import DataBenchOptions
 
 KINDS = ("sentencepiece", "huggingface")
@@ -104,12 +105,11 @@ def _compare(
     options: DataBenchOptions, kind: str, num_characters: int, folder: Path, on_progress: Progress
 ) -> DataComparison:
     """Run both sides in turn, each time in a new process and into a new folder, and compare their files."""
-    last: list[Cost] = []
     differences: list[str] = []
     outs = {side: folder / f"out_{side}" for side in ("ours", "megatron")}
 
-    def block(side: str) -> Block:
-        def run() -> None:
+    def block(side: str) -> Callable[[], Cost]:
+        def run() -> Cost:
             shutil.rmtree(outs[side], ignore_errors=True)
             request = {
                 "text": str(folder / "text.jsonl"),
@@ -118,13 +118,9 @@ def _compare(
                 "tokenizer": str(folder / kind),
                 "workers": options.workers,
             }
-            last[:] = [run_side(side, request)]
+            return run_side(side, request)
 
         return run
-
-    def measure(run: Block) -> Cost:
-        run()
-        return last[0]
 
     def after_pair() -> None:
         differences.extend(
@@ -133,7 +129,7 @@ def _compare(
             if not filecmp.cmp(outs["ours"] / name, outs["megatron"] / name, shallow=False)
         )
 
-    costs = run_pairs(kind, (block("ours"), block("megatron")), options.blocks, measure, on_progress, after_pair)
+    costs = run_pairs(kind, (block("ours"), block("megatron")), options.blocks, cost_of, on_progress, after_pair)
     manifest = json.loads((outs["ours"] / "manifest.json").read_text(encoding="utf-8"))
     walls = median_walls(costs)
     return DataComparison(
