@@ -9,7 +9,7 @@ from megasdc.cli.app import app, hush_missing_accelerator
 from megasdc.common.program import run_program
 
 # isort: off
-from megasdc.cli import config, run, preflight, supervise, checkpoints, archive, interchange, golden, devices, stress  # noqa: F401 - in the order of --help
+from megasdc.cli import config, run, preflight, supervise, checkpoints, archive, interchange, golden, devices, stress  # noqa: F401
 from megasdc.cli import plan, plan_checkpoints, plan_run, dropcompute, study, sweep, report, metrics, triage  # noqa: F401
 # isort: on
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from megasdc import __version__
+from megasdc.cli.names import HINTS, group_of, in_order
 from megasdc.cli.options import as_typer_takes_it, option
 from megasdc.common.errors import ConfigError, LaunchError, MegasdcError, StorageError
 from megasdc.common.program import FULL, echo, output_console, why_unreadable, write_atomically
@@ -28,8 +31,32 @@ if TYPE_CHECKING:
 _PLACES = "megasdc.places"
 
 
-class _Command(TyperCommand):
+class _ShowsFlags:
+    """Help shows no type for options that take no value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """The parameters, flags among them without a type."""
+        found = super().get_params(ctx)  # type: ignore[misc]
+        for one in found:
+            if getattr(one, "is_flag", False) and one.metavar is None:
+                one.metavar = ""
+        return found
+
+
+class _Command(_ShowsFlags, TyperCommand):
     """A command whose errors of the file system have a documented exit code, wherever they come from."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse it; a command line after ``--`` that was given without is refused with the ``--`` put where it goes.
+
+        Options of DeepSpeed or of the script would else be refused, or taken as megasdc's own where names are the same.
+        """
+        takes_one = any("-- deepspeed" in (one.metavar or "") for one in self.params)
+        begin = args.index("deepspeed") if takes_one and "deepspeed" in args and "--" not in args else len(args)
+        if any(one.startswith("-") for one in args[begin:]):
+            meant = shlex.join([*args[:begin], "--", *args[begin:]])
+            ctx.fail(f"put -- before DeepSpeed's command line: {ctx.command_path} {meant}")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run it; see ``_explain``."""
@@ -37,6 +64,24 @@ class _Command(TyperCommand):
             return super().invoke(ctx)
         except OSError as error:
             raise _explain(error, ctx.meta.get(_PLACES, [])) from error
+
+
+class _Group(_ShowsFlags, TyperGroup):
+    """Commands of one subject."""
+
+
+class _Program(_Group):
+    """All commands, listed by group; a name that people type instead of a command is refused with what does it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names in the order of help."""
+        return in_order(super().list_commands(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name."""
+        if self.get_command(ctx, args[0]) is None and args[0] in HINTS:
+            ctx.fail(f"No such command {args[0]!r}. What does it: {HINTS[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
 
 def _explain(error: OSError, places: list[tuple[Path, type[MegasdcError]]]) -> Exception:
@@ -56,19 +101,35 @@ def _explain(error: OSError, places: list[tuple[Path, type[MegasdcError]]]) -> E
 class Application(typer.Typer):
     """Commands of this program; see ``_Command`` and ``as_typer_takes_it``."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"cls": _Group, **options})
+
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """Register a command, as typer does."""
-        register = super().command(name, cls=_Command, **options)
+        group = group_of(name or "") if self.info.cls is _Program else None
+        register = super().command(name, cls=_Command, rich_help_panel=group, **options)
 
         def register_command(command: Any) -> Any:
-            register(as_typer_takes_it(command))
+            taken = as_typer_takes_it(command)
+            taken.__doc__ = _unwrapped(taken.__doc__ or "")
+            register(taken)
             return command
 
         return register_command
 
 
+def _unwrapped(text: str) -> str:
+    """A docstring as help shows it: its paragraphs are wrapped by the terminal; lists and indented lines stay."""
+    paragraphs = [part.split("\n") for part in inspect.cleandoc(text).split("\n\n")]
+    kept = ("-", "*", " ", "|")
+    return "\n\n".join(
+        "\n".join(lines) if any(line.startswith(kept) for line in lines) else " ".join(lines) for lines in paragraphs
+    )
+
+
 app = Application(
     name="megasdc",
+    cls=_Program,
     help="Pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware.",
     epilog="Example: megasdc check-config configs/smoke.json --world-size 2\n\n"
     "Comparisons: python tools/compare_checkpoints.py, python tools/compare_traces.py",
@@ -83,21 +144,21 @@ golden_app = Application(
     epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden",
     no_args_is_help=True,
 )
-app.add_typer(golden_app, name="golden")
+app.add_typer(golden_app, name="golden", rich_help_panel=group_of("golden"))
 
 dropcompute_app = Application(
     help="DropCompute: predict the gain from dropping late micro-batches, and see what a run waited for.",
     epilog="Example: megasdc dropcompute simulate --replicas 64 --micro-batches 12 --communication 0.5",
     no_args_is_help=True,
 )
-app.add_typer(dropcompute_app, name="dropcompute")
+app.add_typer(dropcompute_app, name="dropcompute", rich_help_panel=group_of("dropcompute"))
 
 archive_app = Application(
     help="The archive of checkpoints: any folder or store, compressed, each block stored once, verified.",
     epilog="Example: megasdc archive push runs/smoke/checkpoints /backup/archive",
     no_args_is_help=True,
 )
-app.add_typer(archive_app, name="archive")
+app.add_typer(archive_app, name="archive", rich_help_panel=group_of("archive"))
 
 
 def input_argument(reads: type[MegasdcError], *, missing: bool = False, **settings: Any) -> Any:

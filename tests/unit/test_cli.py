@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from megasdc import __version__
 from megasdc.cli import app, main
 from megasdc.cli.app import Application, is_unexpected, print_result
+from megasdc.cli.names import GROUPS, group_of
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.config.load import load_config
@@ -47,6 +48,38 @@ def test_every_help_has_an_example(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Example: megasdc" in result.output
+
+
+def test_every_command_is_in_a_group_of_help():
+    """One that is in none would come last, under a heading of its own; flags have no type, and lines no old breaks."""
+    program = typer.main.get_command(app)
+    assert [name for name in program.commands if group_of(name) is None] == []
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).stdout
+    places = [text.index(f" {heading} ") for heading in GROUPS]
+    assert places == sorted(places) and "<bool>" not in text
+    help_of_run = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "<bool>" not in help_of_run and "and return the true exit code" in help_of_run
+    assert "<bool>" not in CliRunner().invoke(app, ["golden", "--help"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"), [("train", "megasdc launch"), ("status", "megasdc top"), ("lanch", "launch")]
+)
+def test_a_name_that_people_type_is_answered_with_the_command(typed, said):
+    """Exit code 2, as for every mistake; names that are commands are never answered so."""
+    result = CliRunner().invoke(app, [typed, "--config", "x"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and f"No such command '{typed}'" in result.output and said in result.output
+
+
+@pytest.mark.parametrize("command", ["run", "check-determinism"])
+def test_a_command_line_without_dashes_is_shown_with_them(command):
+    """Its options are DeepSpeed's and the script's; one of the same name was taken as megasdc's own."""
+    words = ["deepspeed", "--num_gpus", "2", "train.py", "--config", "x y"]
+    result = CliRunner().invoke(app, [command, *words], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"megasdc {command} -- deepspeed --num_gpus 2 train.py --config 'x y'" in result.output.replace(
+        "root", "megasdc"
+    )
 
 
 def test_check_config_says_its_verdict(monkeypatch, tmp_path):
