@@ -39,7 +39,10 @@ else
     echo "== types, documentation"
     mypy & # one process: the other core has the documentation meanwhile
     types=$!
-    trap 'kill $types 2>/dev/null || true' EXIT
+    # Imports all tests once, so that the processes that run them do not each compile the same files.
+    python -m pytest --collect-only -q "${select[@]}" tests >/dev/null &
+    collected=$!
+    trap 'kill $types $collected 2>/dev/null || true' EXIT
     for page in configuration versions command-line; do
         megasdc config-table --check "docs/reference/$page.md"
     done
@@ -49,6 +52,7 @@ else
     python -m tools.house hooks --check docs/design/hooks.md
     NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --config-file .mkdocs.yml
     wait $types
+    wait $collected || true # the tests themselves tell what is wrong
     trap - EXIT
 fi
 echo "== tests"
