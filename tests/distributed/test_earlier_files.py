@@ -40,6 +40,7 @@ from whole_runs import events_of, metrics_of, train_run
 
 from megasdc.attached.golden import load_golden_part
 from megasdc.parallel.dims import ParallelDims
+from megasdc.sdc.golden import load_header, machine_key
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 OTHER_CPU, OTHER_LAYOUT = 1e-4, 1e-5
@@ -179,7 +180,10 @@ def test_a_golden_file_is_verified(earlier: Path) -> None:
     done = run_command("golden", "verify", str(earlier / "megasdc.golden"), "--repeats", "1", "--json")
     assert done.stdout, done.stderr
     made, (rank,) = _stored(earlier, "made.json"), json.loads(done.stdout)["ranks"]
-    if (made["cpu"], made["versions"]) == (cpu_kind(), versions()):
+    processor = load_header(earlier / "megasdc.golden")["key"][
+        "device"
+    ]  # its family and model, too: names are the same
+    if (made["cpu"], made["versions"], processor) == (cpu_kind(), versions(), machine_key()["device"]):
         assert (done.returncode, rank["status"]) == (0, "healthy"), rank
     else:
         assert (done.returncode, rank["status"]) == (80, "not comparable"), rank

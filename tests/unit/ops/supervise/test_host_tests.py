@@ -135,7 +135,7 @@ def test_a_check_is_given_up_once_a_stop_is_asked_for(
     watch = HostWatch(lambda: bool(told), told.extend)
     checks = checks_of(config, tmp_path / "pids")
     assert checks.check({"a": 1}, {"a": 1}, whole=True, watch=watch) == HostCheckResult(given_up=True)
-    assert told and set(told) == {"a"}
+    assert "a" in told and set(told) <= {"a", "this host"}
     assert have_ended(pids_in(tmp_path / "pids", 2))
 
 
