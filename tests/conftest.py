@@ -8,6 +8,6 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Objects that exist now live until the end: no collection visits them, here or in a fork, whose pages stay shared."""
+    """No garbage collection visits what exists now, which lives until the end, here or in forks, which share its pages."""
     gc.freeze()
     gc.enable()

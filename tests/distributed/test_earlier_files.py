@@ -182,7 +182,7 @@ def test_a_golden_file_is_verified(earlier: Path) -> None:
     made, (rank,) = _stored(earlier, "made.json"), json.loads(done.stdout)["ranks"]
     processor = load_header(earlier / "megasdc.golden")["key"][
         "device"
-    ]  # its family and model, too: names are the same
+    ]  # also family and model
     if (made["cpu"], made["versions"], processor) == (cpu_kind(), versions(), machine_key()["device"]):
         assert (done.returncode, rank["status"]) == (0, "healthy"), rank
     else:
