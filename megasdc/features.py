@@ -12,6 +12,7 @@ import torch
 
 from megasdc.common.errors import StorageError
 from megasdc.config.model import ffn_width
+from megasdc.config.protect import start_lines
 from megasdc.config.sections import StudySection
 from megasdc.engine.hooks import Hook, Slot
 from megasdc.engine.step_times import StepTimes
@@ -305,6 +306,7 @@ def build_hooks(start: Start) -> list[Hook]:
     Collective: all ranks of the world.
     """
     built = _build(start)
+    _say_protection(start, built.memory)
     hooks = [(line.slot, hook) for line in ORDER if (hook := line.of(built)) is not None]
     own = _user_hooks(start, [hook for _, hook in hooks])
     hooks += [(Slot(hook.slot), hook) for hook in own]
@@ -559,6 +561,16 @@ def _say_sizes(start: Start, sizes: ModelSizes) -> None:
             start.sections.data.sequence_length,
             start.config.precision,
         )
+
+
+def _say_protection(start: Start, memory: MemoryCheckpoints | None) -> None:
+    """Log what the word `protect` covers in this run, at which cost, and what not, and write it as an event."""
+    run, hosts = start.run, None if memory is None else memory.hosts
+    lines = start_lines(start.sections, start.config.deepspeed, run.dims.data, hosts)
+    if run.dims.rank == 0 and lines:
+        for line in lines:
+            logger.info("%s", line)
+        run.events.emit("start", "protection", step=run.step, word=start.sections.protect, lines=lines)
 
 
 def _known_peak(precision: str) -> float | None:

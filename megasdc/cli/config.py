@@ -81,7 +81,7 @@ def check_config(
         memory = predict_step_memory(config, layout, entries, on_gpu=device_memory_gib is not None)
     too_large_step = _step_warning(memory, device_memory_gib) if memory and device_memory_gib is not None else None
     warnings = [*find_warnings(config), *filter(None, (too_large, too_large_step))]
-    notes = _notes(file, overrides, config, layout)
+    notes = [*_protection(config, layout), *_notes(file, overrides, config, layout)]
     if as_json:
         result = {
             "ok": True,
@@ -186,6 +186,13 @@ def _missing_files(file: Path, overrides: Sequence[str], config: RunConfig) -> I
     for name, folder in folders.items():
         if folder is not None and not Path(folder).is_dir():
             yield f"{name}: there is no folder {folder}, which a run without a checkpoint starts from"
+
+
+def _protection(config: RunConfig, layout: BatchLayout | None) -> list[str]:
+    """What the word `protect` covers, at which cost, and what not."""
+    from megasdc.config.protect import start_lines
+
+    return start_lines(config.megasdc, config.deepspeed, None if layout is None else layout.data)
 
 
 def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:

@@ -92,7 +92,7 @@ def choose_saves(
         "memory_stall_s", options.memory_stall_s, (run and run.memory_stall_s, "median of the run's snapshots")
     )
     origins.found.setdefault("memory_stall_s", "no snapshots")
-    kept = sections is not None and sections.checkpoint.memory.partners
+    kept = sections is not None and sections.checkpoint.memory.partners is not False
     origins.found["partners"] = "--partners" if options.partners else "`checkpoint.memory`" if kept else "no copies"
     return {
         "step_s": step_s,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -128,6 +128,9 @@ class LaunchOptions:
     exclude: str = option("", "All hosts but these; same form.")
     backend: str = option("pdsh", "pdsh, openmpi, slurm, ...: DeepSpeed's backend.", "--launcher")
     script: Script = None
+    protect: Literal["off", "standard", "strict"] | None = option(
+        None, "Preset that protects the run, in place of the file's `protect`."
+    )
     overrides: Overrides = ()
     allow_changed: AllowChanged = ()
 
@@ -143,7 +146,10 @@ def launch_command(
     from megasdc.ops.launch.request import LaunchRequest
     from megasdc.train.signals import exiting_on_signals
 
-    request = LaunchRequest(**{name: value for name, value in vars(options).items() if value is not None})
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    if word := given.pop("protect", None):
+        given["overrides"] = (f"megasdc.protect={word}", *options.overrides)
+    request = LaunchRequest(**given)
     with exiting_on_signals() as signals:
         result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:

@@ -107,7 +107,7 @@ def layout_problems(config: RunConfig, world_size: int, launch_size: int | None 
         *fault_place_problems(config.megasdc, parallel.tensor, parallel.pipeline, began_with),
         *isolation_layout_problems(config.megasdc, data),
     ]
-    if config.megasdc.audit.enabled and data == 1 and not config.megasdc.audit.permuted:
+    if config.megasdc.audit.enabled and data == 1 and not config.megasdc.audit.permutes(data):
         problems.append(
             f"megasdc.audit.enabled: got true with {number_of(world_size // replicas, 'rank')}, one replica alone, "
             f"which has no other to be compared with; start at least {2 * ranks * replicas} ranks, set "

@@ -355,9 +355,7 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
             "got true, but nothing is recomputed; set pipeline.activation_checkpoint_interval to 1, or recompute to "
             "null.",
         )
-    parts = ("parameters", "finite", "slice_elements", "rows", "tokens")
-    checked = any(getattr(always_on, one) for one in parts)
-    if always_on.enabled and not checked and not (recomputes and always_on.recompute is not False):
+    if checks_nothing(file, recomputes=recomputes):
         yield Problem(
             ("megasdc.sdc.always_on.enabled",),
             "got true, but nothing is checked: parameters, finite and tokens are false and no "
@@ -378,12 +376,19 @@ def detection_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Itera
         )
 
 
+def checks_nothing(file: MegasdcSection, *, recomputes: bool) -> bool:
+    """Whether checks of every step are enabled and none of them is; ``recomputes``: whether activations are."""
+    section, parts = file.sdc.always_on, ("parameters", "finite", "slice_elements", "rows", "tokens")
+    checked = any(getattr(section, one) for one in parts)
+    return section.enabled and not checked and not (recomputes and section.recompute is not False)
+
+
 def _isolation_problems(file: MegasdcSection) -> Iterator[Problem]:
     """Problems of isolation: settings that remaining replicas need to load the state from memory at another layout."""
     memory = file.checkpoint.memory
     needed = {
         "checkpoint.memory.interval": (memory.interval, bool(memory.interval), "1"),
-        "checkpoint.memory.partners": (memory.partners, memory.partners, "true"),
+        "checkpoint.memory.partners": (memory.partners, memory.partners is not False, "true"),
         "checkpoint.other_layout": (file.checkpoint.other_layout, file.checkpoint.other_layout == "convert", "convert"),
         "study.replicas": (file.study.replicas, file.study.replicas is None, "null"),
     }

@@ -192,18 +192,44 @@ class AuditSection(Section):
         "Also audit the step after each checkpoint, so that it is verified at once.",
         needs=asks(AUDITS, "checkpoint.interval"),
     )
-    permuted: bool = setting(
+    permuted: bool | None = setting(
         False,
         "Also compute the audited micro-batch once more on each rank with the elements of all operations in other "
-        "places, which finds a unit that is wrong each time; audits of one replica need it.",
+        "places, which finds a unit that is wrong each time; audits of one replica need it; null: where the run has "
+        "one replica.",
         needs=asks(AUDITS),
     )
+    longest_interval: PositiveInt | None = setting(
+        None,
+        "Steps up to which `interval` is doubled while audits take more than half of `sdc.budget`; those after "
+        "checkpoints stay; null: it never is.",
+        needs=asks(AUDITS, f'audit.micro_batch="{EXTRA}"', ALWAYS_ON, 'sdc.always_on.coverage="auto"'),
+    )
 
-    def is_due(self, step: int, save_interval: int) -> bool:
-        """Whether a step is audited because of its number; ``save_interval``: number of steps, 0: no checkpoints."""
+    def is_due(self, step: int, save_interval: int, factor: int = 1) -> bool:
+        """Whether a step is audited because of its number.
+
+        Args:
+            save_interval: number of steps between checkpoints; 0: no checkpoints.
+            factor: number by which ``interval`` is multiplied now.
+        """
         after_save = self.verify_checkpoints and save_interval and step > 1 and (step - 1) % save_interval == 0
-        return self.enabled and bool(step % self.interval == 0 or after_save)
+        return self.enabled and bool(step % (self.interval * factor) == 0 or after_save)
 
-    def source(self, step: int, replicas: int) -> int:
+    def source(self, step: int, replicas: int, factor: int = 1) -> int:
         """Number of the replica whose first micro-batch all replicas compute in an audited step; they take turns."""
-        return step // self.interval % replicas
+        return step // (self.interval * factor) % replicas
+
+    def permutes(self, replicas: int) -> bool:
+        """Whether a run of so many replicas computes audited micro-batches with elements in other places, too."""
+        return replicas == 1 if self.permuted is None else self.permuted
+
+    @property
+    def most_interval(self) -> int:
+        """Largest number of steps from one audit to the next."""
+        return max(self.interval, self.longest_interval or 0)
+
+    @property
+    def intervals(self) -> str:
+        """Text on the number of steps from one audit to the next."""
+        return f"{self.interval}" + (f" to {self.most_interval}" if self.most_interval > self.interval else "")

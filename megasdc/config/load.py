@@ -21,6 +21,7 @@ from megasdc.config.deepspeed import MONITORS, DeepSpeedPart, fill_defaults, pre
 from megasdc.config.fields import Problem, at_resume_of, element_in, model_in, secret_problems
 from megasdc.config.guard import GuardSettings
 from megasdc.config.model import PRESETS
+from megasdc.config.protect import missing_fields, put
 from megasdc.config.read import apply_overrides, read_json, shown
 from megasdc.config.schema import (
     Path_,
@@ -35,7 +36,7 @@ from megasdc.config.schema import (
     type_problems,
     unusable_problems,
 )
-from megasdc.config.sections import MegasdcSection
+from megasdc.config.sections import OFF, MegasdcSection
 
 _PREFIX = "megasdc."
 SCHEMA_KEY = "$schema"
@@ -166,7 +167,7 @@ def _build(
     raw.pop(SCHEMA_KEY, None)
     if stored:
         remove_removed(raw)
-    before = copy.deepcopy(raw.get("megasdc")) if overrides else raw.get("megasdc")
+    before = copy.deepcopy(raw) if overrides else raw
     problems += apply_overrides(raw, overrides, _list_default)
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
@@ -176,9 +177,11 @@ def _build(
     found = list(wrong.values())
     bad = [path for problem in found for path in problem.paths]
     file = _repaired(raw, list(wrong))
+    file = _expand_protect(raw, file, stored=stored)
     own, names = raw.get("megasdc"), [text.partition("=")[0].strip() for text in overrides]
-    of_file = before if isinstance(before, dict) else {}
-    reset, refused = sort_out(file, own if isinstance(own, dict) else {}, of_file, names, _PREFIX, stored=stored)
+    of_file = _sections_before(before, stored=stored) if overrides else own
+    given_ones = [one if isinstance(one, dict) else {} for one in (own, of_file)]
+    reset, refused = sort_out(file, given_ones[0], given_ones[1], names, _PREFIX, stored=stored)
     file = _repaired(raw, [("megasdc", *one.path.split(".")) for one in reset]) if reset else file
     given = {key: value for key, value in raw.items() if key != "megasdc"}
     deepspeed = fill_defaults(given, file.training.steps, file.checkpoint.storage == "node_local")
@@ -232,6 +235,36 @@ def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
     sizes = {key for preset in PRESETS.values() for key in preset} - set(model)
     paths = ("megasdc.model.preset", *(f"megasdc.model.{key}" for key in sorted(sizes)))
     return {("megasdc", "model", "preset"): Problem(paths, what)}
+
+
+def _expand_protect(raw: dict[str, Any], file: MegasdcSection, *, stored: bool) -> MegasdcSection:
+    """Add the fields of the word `protect` that a file without wrong values does not give, in place.
+
+    ``file``: its sections, ``stored``: as in ``parse_config``. Returns the sections with these fields.
+    """
+    section = raw.get("megasdc")
+    if not isinstance(section, dict):
+        return file
+    if stored:
+        section.setdefault("protect", OFF)  # as the run that kept it
+        file = file.model_copy(update={"protect": section["protect"]})
+    given = {key: value for key, value in raw.items() if key != "megasdc"}
+    if file.protect == OFF:
+        return file
+    deepspeed = fill_defaults(given, file.training.steps, file.checkpoint.storage == "node_local")
+    fields = missing_fields(file, deepspeed, section)
+    for path, value in fields.items():
+        put(section, path, value)
+    return _repaired(raw, []) if fields else file
+
+
+def _sections_before(raw: dict[str, Any], *, stored: bool) -> Any:
+    """The sections of a file before its overrides, with the fields of its word `protect`; its wrong values removed."""
+    section = raw.get("megasdc")
+    if isinstance(section, dict) and section.get("protect", OFF) != OFF:
+        wrong = unusable_problems(raw) | type_problems(raw, WholeFile)
+        _expand_protect(raw, _repaired(raw, list(wrong)), stored=stored)
+    return section
 
 
 def _list_default(path: Path_) -> list[Any] | None:

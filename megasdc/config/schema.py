@@ -276,8 +276,8 @@ def _find_idle(kind: type[BaseModel], value_at: ValueAt, given: Mapping[str, Any
         value = value_at(path)
         asked = value != field.get_default(call_default_factory=True, validated_data={})
         if needs.refused:
-            believed = _is_set(given, path) and not any(
-                wanted is not None or _is_set(given, other) for other, wanted in alternatives(unmet)
+            believed = is_set(given, path) and not any(
+                wanted is not None or is_set(given, other) for other, wanted in alternatives(unmet)
             )
             asked = (asked or (believed and bool(value))) and value is not None and value is not False
         if asked:
@@ -312,10 +312,10 @@ def sort_out(
     reset: dict[str, Idle] = {}
 
     def value_at(path: str) -> Any:
-        return _given_or_default(kind, {}, path) if path in reset else value_of(sections, path)
+        return given_or_default(kind, {}, path) if path in reset else value_of(sections, path)
 
     def is_turned_off(idle: Idle) -> bool:
-        earlier = partial(_given_or_default, kind, before)
+        earlier = partial(given_or_default, kind, before)
         return not any(_covers(name, idle.path) for name in names) and all(
             _holds(earlier, setting) for setting in needs_of[idle.path]
         )
@@ -336,7 +336,7 @@ def _causes(idle: Idle, names: Sequence[str], reset: Mapping[str, Idle]) -> tupl
     return tuple(causes) or idle.unmet
 
 
-def _given_or_default(kind: type[BaseModel], given: Mapping[str, Any], path: str) -> Any:
+def given_or_default(kind: type[BaseModel], given: Mapping[str, Any], path: str) -> Any:
     """Value at a dotted path of a file, or its default where the file gives none."""
     at: Any = given
     name, _, rest = path.partition(".")
@@ -377,6 +377,13 @@ def value_of(sections: BaseModel, path: str) -> Any:
     return value
 
 
+def unmet_paths(sections: BaseModel) -> set[str]:
+    """Dotted paths of all fields that have no effect, whatever their value is, since what they need is off."""
+    at = partial(value_of, sections)
+    rows = relations(type(sections), "")
+    return {path for path, _, needs in rows if not all(_holds(at, setting) for setting in needs.settings)}
+
+
 def _holds(value_at: ValueAt, setting: str) -> bool:
     for path, wanted in alternatives(setting):
         value = value_at(path)
@@ -385,7 +392,8 @@ def _holds(value_at: ValueAt, setting: str) -> bool:
     return False
 
 
-def _is_set(given: Mapping[str, Any], path: str) -> bool:
+def is_set(given: Mapping[str, Any], path: str) -> bool:
+    """Whether sections in JSON give a value at a dotted path."""
     at: Any = given
     for name in path.split("."):
         if not isinstance(at, Mapping) or name not in at:

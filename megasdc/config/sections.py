@@ -122,9 +122,10 @@ class MemorySection(Section):
     at_resume = "-"
 
     interval: NonNegativeInt = setting(0, "Steps between snapshots that stay in memory; 0: none are kept there.")
-    partners: bool = setting(
+    partners: bool | None = setting(
         False,
-        "Keep each host's snapshots in the memory of another one too, so that a lost host loses nothing.",
+        "Keep each host's snapshots in the memory of another one too, so that a lost host loses nothing; null: where "
+        "the run has two hosts or more.",
         needs=asks("checkpoint.memory.interval"),
     )
     linger_s: NonNegativeFloat = setting(
@@ -467,8 +468,20 @@ class SuperviseSection(Section):
     )
 
 
+OFF, STANDARD, STRICT = "off", "standard", "strict"
+"""Words of `protect`."""
+
+
 class MegasdcSection(Section):
     """All sections of the `megasdc` key."""
+
+    protect: Literal["off", "standard", "strict"] = setting(
+        OFF,
+        "Preset of fields that protect a run, of which those that the file gives win: off: none; standard: "
+        "deterministic mode, audits, checks of every step within `sdc.budget`, snapshots in memory; what is found is "
+        "repaired, or else halts the run, and no bit of the training changes; strict: the same, but any finding halts.",
+        APPLIED,
+    )
 
     model: ModelSection = section(ModelSection)
     data: DataSection

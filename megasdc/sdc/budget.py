@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from types import TracebackType
@@ -37,6 +37,41 @@ class BudgetedEngine(Protocol):
     def most_micro_batches(self) -> int: ...  # noqa: D102
 
 
+AUDITS_OF_BUDGET = 0.5
+"""Largest share of the budget that audits take where their interval may grow."""
+
+
+@dataclass(frozen=True)
+class AuditPace:
+    """How often audits come, where their interval grows with what they cost.
+
+    Args:
+        interval: least number of steps from one to the next, ``longest`` the largest.
+        after_saves: number of steps between saves after which there is one, too; 0: none.
+        least: what an audit costs at least, as a share of a step.
+    """
+
+    interval: int
+    longest: int
+    after_saves: int
+    least: float = 0.0
+
+    def factor(self, cost: float, share: float) -> int:
+        """Least power of two by which the interval is multiplied, so that audits take ``share`` of all steps at most.
+
+        Args:
+            cost: time of an audit, as a share of a step.
+        """
+        factor = 1
+        while cost > share * self.interval * factor and self.interval * factor * 2 <= self.longest:
+            factor *= 2
+        return factor
+
+    def share(self, cost: float, factor: int) -> float:
+        """Share of all steps that audits take."""
+        return cost / (self.interval * factor) + (cost / self.after_saves if self.after_saves else 0.0)
+
+
 @dataclass(frozen=True)
 class CheckPlan:
     """Plan of a run's checks: what they cover, and when.
@@ -50,6 +85,7 @@ class CheckPlan:
         products: number of products of linear layers, on the rank that has most; None: likewise.
         sets: number of sets of blocks of the gradient, on the rank that has most; None: likewise.
         whole: whether each step looks at all its micro-batches, also where their number changes.
+        pace: how often audits come; None: their interval is given.
     """
 
     cadence: Cadence
@@ -60,6 +96,7 @@ class CheckPlan:
     products: int | None = None
     sets: int | None = None
     whole: bool = False
+    pace: AuditPace | None = None
 
 
 logger = logging.getLogger(__name__)
@@ -127,6 +164,7 @@ class CheckBudget:
         looks, audits, fixed: stopwatches of this rank's checks.
         slices, waits: stopwatches of checks in which ranks wait for each other.
         whole: whether each step looks at all that it has, as the plan says.
+        audit_factor: number by which the interval of audits is multiplied now; the same on all ranks.
         replays: stopwatch of replays in a stage's waiting time; what they add to a usual step counts as an audit's.
         lines: lines of the plan.
         fields: times of the step before, which are reduced over all ranks in each step.
@@ -150,7 +188,13 @@ class CheckBudget:
         """Times that all ranks have agreed on in the last steps."""
         self._fields = {name: Field(partial(self._own_value, name), MIN if name in SHARED else MAX) for name in TIMES}
         self.fields = () if plan.budget is None else tuple(self._fields.values())
-        self._due = (0, 0)
+        self._pace, self._audit_cost = plan.pace, 0.0
+        """Pace of audits, and the time of one as a share of a step, as it was measured last."""
+        self.audit_factor = 1
+        if plan.pace is not None and plan.budget is not None:
+            self._audit_cost = plan.pace.least
+            self.audit_factor = plan.pace.factor(plan.pace.least, AUDITS_OF_BUDGET * plan.budget)
+        self._due = (0, 0, 0)
         self._sent = False
         self._void = True  # the first step also makes what later ones use
         self._warned = False
@@ -180,10 +224,10 @@ class CheckBudget:
         """Numbers of the micro-batches that a step looks at."""
         return self.cadence.looked_at(step, self.micro_batches)
 
-    def begin(self, step: int) -> None:
-        """Start the time of a step, and find out what it looks at."""
+    def begin(self, step: int, *, audits: bool = False) -> None:
+        """Start the time of a step, and find out what it looks at; ``audits``: whether it is audited."""
         self._step.__enter__()
-        self._due = len(self.looked_at(step)), int(self.cadence.slices(step))
+        self._due = len(self.looked_at(step)), int(self.cadence.slices(step)), int(audits)
 
     def ignore_step(self) -> None:
         """Leave this step out of the measurement, since it spends time on a finding."""
@@ -208,6 +252,7 @@ class CheckBudget:
         if self._sent:
             self._own.append(_Times._make((*taken, *self._due)))
         if is_due:
+            self._adjust_audits(host, step, self._share)
             self._adjust(host, step, self._share)
 
     def _not_hidden(self, step: int, step_s: float) -> float:
@@ -229,15 +274,34 @@ class CheckBudget:
         sums, own = _total(self._agreed), _total(self._own)
         known, least, step_s = self._shares, self._least, sums.steps / len(self._agreed)
         looks, audits, fixed = (self._fields[name].value for name in ("looks", "audits", "fixed"))
+        of_audits = audits / sums.steps
+        if self._pace is not None:
+            self._audit_cost = audits / own.audited / step_s if own.audited else self._audit_cost
+            of_audits = self._pace.share(self._audit_cost, self.audit_factor)
         self._shares = TimeShares(
             max((fixed + sums.waits) / sums.steps, least.fixed),
-            max(audits / sums.steps, least.audits),
+            max(of_audits, least.audits),
             max(looks / own.looked / step_s, least.look) if own.looked else known.look,
             sums.slices / own.sliced / step_s if own.sliced else known.slice,
         )
         if self._writer is not None:
             spent = looks + audits + fixed + sums.slices + sums.waits
             self._writer.write(step, {"sdc/cost_share": spent / sums.steps})
+
+    def _adjust_audits(self, host: Host, step: int, budget: float) -> None:
+        """Choose the interval of audits by what one takes."""
+        if self._pace is None:
+            return
+        pace, cost, share = self._pace, self._audit_cost, AUDITS_OF_BUDGET * budget
+        longer, shorter = pace.factor(cost, share), pace.factor(cost, ROOM * share)
+        if self.audit_factor in range(longer, shorter + 1):
+            return
+        self.audit_factor = longer if longer > self.audit_factor else shorter
+        self._shares = replace(self._shares, audits=pace.share(cost, self.audit_factor))
+        if host.dims.rank == 0:
+            interval = pace.interval * self.audit_factor
+            host.events.emit("sdc", "audit_interval", step=step, interval=interval, cost=cost, budget=budget)
+            logger.info("audits every %d steps from now on: one takes %.2g%% of a step", interval, 100 * cost)
 
     def _adjust(self, host: Host, step: int, budget: float) -> None:
         now = self.cadence.share(self._shares)
@@ -270,6 +334,7 @@ class _Times(NamedTuple):
     steps: float = 0.0
     looked: float = 0.0
     sliced: float = 0.0
+    audited: float = 0.0
 
 
 def _total(steps: Iterable[_Times]) -> _Times:

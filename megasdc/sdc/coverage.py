@@ -104,10 +104,11 @@ def of_micro_batches(cadence: Cadence, of: int) -> Rotation:
 
 
 def of_audits(audit: AuditSection, save_interval: int) -> Rotation:
-    """Rotation of audits that are due by the number of the step."""
+    """Rotation of audits that are due by the number of the step, at their largest interval."""
     after_saves = bool(audit.verify_checkpoints and save_interval)
-    period = math.lcm(audit.interval, save_interval) if after_saves else audit.interval
-    due = set(range(0, period, audit.interval))
+    interval = audit.most_interval
+    period = math.lcm(interval, save_interval) if after_saves else interval
+    due = set(range(0, period, interval))
     due |= {(save + 1) % period for save in range(0, period, save_interval)} if after_saves else set()
     return Rotation(tuple(sorted(due)), period)
 
@@ -290,7 +291,7 @@ def _row(phase: str, sections: CheckSections, shape: Shape) -> Covered:
     if phase in (FORWARD, RECOMPUTE, BACKWARD, WEIGHT_GRAD):
         where = shape.within.get(AUDIT, "")
         others = [f"replicas {where}".rstrip()] if in_audit and where != NOTHING else []
-        whom = others + ["itself elsewhere"] * (sections.audit.enabled and sections.audit.permuted)
+        whom = others + ["itself elsewhere"] * (sections.audit.enabled and sections.audit.permutes(shape.replicas))
         which = "an extra one" if sections.audit.micro_batch == EXTRA else f"1 of {shape.micro_batches}"
         audit = f"{' and '.join(whom)}, {which}" if whom else NOTHING
         golden = (
@@ -319,7 +320,8 @@ def _latencies(
             decided = shape.covered is None and rotation != EVERY_STEP
             yield latency(text, rotation, saves, at_most=decided)
     if audit != NOTHING:
-        yield latency(AUDIT, of_audits(sections.audit, saves), saves)
+        bounded = sections.audit.most_interval > sections.audit.interval
+        yield latency(AUDIT, of_audits(sections.audit, saves), saves, at_most=bounded)
     if golden != NOTHING and interval is not None:
         yield latency(GOLDEN, Rotation(period=interval), saves)
 
@@ -393,7 +395,11 @@ def table_head(sections: CheckSections, replicas: int, within: Mapping[str, str]
     audit, sdc = sections.audit, sections.sdc
     audited = "audit: off"
     if audit.enabled:
-        audited = f"audit, every {audit.interval} steps" if replicas > 1 or audit.permuted else "audit: one replica"
+        audited = (
+            f"audit, every {audit.intervals} steps"
+            if replicas > 1 or audit.permutes(replicas)
+            else "audit: one replica"
+        )
     golden = "golden trace: off"
     if asks_golden(sections.sdc, sections.determinism):
         when = ["at each start"] * sdc.golden_at_start

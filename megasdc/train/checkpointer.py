@@ -395,9 +395,14 @@ class MemoryCheckpoints(Hook):
         self._was_taken = True
         self.fields = self._saver.fields
 
+    @property
+    def hosts(self) -> int:
+        """Number of hosts of the run."""
+        return len(set(self._place.nodes))
+
     def on_start(self, run: Run) -> None:
         """Find the host that keeps copies of this host's snapshots, where partners are configured."""
-        if self._partners:
+        if self.hosts > 1 if self._partners is None else self._partners:
             self._join_partners(run)
 
     def _reserve_memory(self, run: Run) -> None:

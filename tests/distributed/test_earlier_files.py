@@ -180,9 +180,7 @@ def test_a_golden_file_is_verified(earlier: Path) -> None:
     done = run_command("golden", "verify", str(earlier / "megasdc.golden"), "--repeats", "1", "--json")
     assert done.stdout, done.stderr
     made, (rank,) = _stored(earlier, "made.json"), json.loads(done.stdout)["ranks"]
-    processor = load_header(earlier / "megasdc.golden")["key"][
-        "device"
-    ]  # also family and model
+    processor = load_header(earlier / "megasdc.golden")["key"]["device"]  # also family and model
     if (made["cpu"], made["versions"], processor) == (cpu_kind(), versions(), machine_key()["device"]):
         assert (done.returncode, rank["status"]) == (0, "healthy"), rank
     else:

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.config.detection import EXTRA, AlwaysOnSection
 from megasdc.config.load import RunConfig
-from megasdc.config.sections import TraceSection
+from megasdc.config.sections import MegasdcSection, TraceSection
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import BLOCK, norms_have_equal_bits, owned_fragments
 from megasdc.parallel.collectives import TensorExchange, compare_replicas
-from megasdc.sdc.budget import CheckPlan
+from megasdc.sdc.budget import AUDITS_OF_BUDGET, AuditPace, CheckPlan
 from megasdc.sdc.cost import (
     FP32_BYTES,
     Asked,
@@ -125,8 +125,12 @@ def plan_checks(
     interval = sections.audit.interval
     budget: float | None = None
     expected = TimeShares(fixed, of_audit / interval, look, 0.0)
+    pace = _pace_of(sections, tiers.extra_share)
     if sections.sdc.always_on.enabled and coverage == "auto":
         budget = sections.sdc.budget_of(engine.dims.data)
+        if pace is not None:
+            factor = pace.factor(of_audit, AUDITS_OF_BUDGET * budget)
+            expected = replace(expected, audits=pace.share(of_audit, factor))
         cadence = choose_cadence(expected, budget, number)
     lines, told = tiers.describe(cadence), []
     if sections.sdc.always_on.enabled:
@@ -135,14 +139,22 @@ def plan_checks(
     if sections.audit.enabled:
         told.append(f"an audit {share_text(of_audit)} of its step, {share_text(expected.audits)} of all steps")
     if not told:
-        return CheckPlan(cadence, tuple(lines), budget, expected, slices, products, sets, whole)
+        return CheckPlan(cadence, tuple(lines), budget, expected, slices, products, sets, whole, pace)
     rates = speed.rates
     cost = (
         f"expected cost (an upper bound, far above the real cost for small models): {'; '.join(told)} "
         f"(measured here: checksums {rates.checksum_bytes_per_s / 1e9:.3g} "
         f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s)"
     )
-    return CheckPlan(cadence, (*lines, cost), budget, expected, slices, products, sets, whole)
+    return CheckPlan(cadence, (*lines, cost), budget, expected, slices, products, sets, whole, pace)
+
+
+def _pace_of(sections: MegasdcSection, least: float) -> AuditPace | None:
+    """Pace of audits whose interval may grow; ``least``: what one costs at least, as a share of a step."""
+    audit, saves = sections.audit, sections.checkpoint.interval
+    if not audit.enabled or audit.most_interval == audit.interval:
+        return None
+    return AuditPace(audit.interval, audit.most_interval, saves if audit.verify_checkpoints else 0, least)
 
 
 def _places(section: AlwaysOnSection, engine: TrainingEngine) -> tuple[int, int, int]:
@@ -264,7 +276,7 @@ class _Tiers:
             if audit.micro_batch == EXTRA:
                 which, price = "an extra micro-batch", f"{share} more compute, and no samples"
             lines.append(
-                f"audit every {audit.interval} steps: {which} on {self._dims.data} replicas, about "
+                f"audit every {audit.intervals} steps: {which} on {self._dims.data} replicas, about "
                 f"{_size(self._audit_reads())} a rank; {price}"
             )
         if not section.enabled:

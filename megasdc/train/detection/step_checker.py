@@ -259,7 +259,7 @@ class StepChecker(Hook):
         self._parameters = parameters
         self._audited, self._checked, checked = _recorders(run, settings)
         self.permuted: PermutedReplay | None = None
-        if self._audit.enabled and self._audit.permuted:
+        if self._audit.enabled and self._audit.permutes(run.dims.data):
             self.permuted = PermutedReplay(run, _audit_tracer(settings, self._audited.fqns or ()), budget.replays)
         self._finite = FiniteRecorder()
         self._finite_fqns = frozenset(checked if settings.checks_finite else ())
@@ -276,7 +276,7 @@ class StepChecker(Hook):
         return self._is_asked(step) or step == self._first_step
 
     def _is_asked(self, step: int) -> bool:
-        return self._requested or self._audit.is_due(step, self._save_interval)
+        return self._requested or self._audit.is_due(step, self._save_interval, self.budget.audit_factor)
 
     def _is_extra(self, step: int) -> bool:
         """Whether an audit of a step takes an extra micro-batch instead of one of the step's.
@@ -356,7 +356,7 @@ class StepChecker(Hook):
         self._auditing = self.is_audit(step)
         if self.search is not None:
             self.search.place = None
-        self.budget.begin(step)
+        self.budget.begin(step, audits=self._auditing)
         self._covered = self.budget.looked_at(step)
         if self.rows is not None:
             turn = self.budget.cadence.turn(step)
@@ -384,7 +384,7 @@ class StepChecker(Hook):
     def _share(self, run: Run, step: int) -> Shared:
         """The replica whose samples all replicas use in an audit, and the positions of these samples."""
         dims = run.dims
-        source = self._audit.source(step, dims.data)
+        source = self._audit.source(step, dims.data, self.budget.audit_factor)
         positions = torch.full((run.loader.micro_batch_size,), -1, dtype=torch.int64)
         if dims.is_first_stage and dims.dp_rank == source:  # reads every micro-batch; stages in the middle read none
             positions = torch.tensor(run.loader.next_positions)

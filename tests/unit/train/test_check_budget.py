@@ -18,7 +18,7 @@ from megasdc.optim.zero1 import BLOCK
 from megasdc.parallel.collectives import ANY, Agreed, Compared
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc import budget, slice_checks
-from megasdc.sdc.budget import CheckBudget, CheckPlan, Stopwatch
+from megasdc.sdc.budget import AuditPace, CheckBudget, CheckPlan, Stopwatch
 from megasdc.sdc.cost import Cadence, Rates, TimeShares
 from megasdc.sdc.slice_checks import KEPT_STATE, SUMS, UPDATES, Checkable, CheckedUpdates, SliceChecks
 from megasdc.sdc.used_settings import SETTINGS
@@ -105,6 +105,44 @@ def test_looks_follow_what_they_take(run: Any, clock: Clock, tmp_path: Path) -> 
     told = [event for event in read_events(tmp_path) if (event.kind, event.name) == ("sdc", "cadence")]
     first = told[0].fields
     assert (first["every"], first["budget"]) == (5, 0.01) and first["was"] == pytest.approx(0.041, rel=0.01)
+
+
+def _audited(one: CheckBudget, run: Any, clock: Clock, number: int, audit_s: float) -> list[int]:
+    """Take steps of a second, of which each ``10 * audit_factor``-th is audited; the audited steps."""
+    audited = []
+    for _ in range(number):
+        run.step += 1
+        due = run.step % (10 * one.audit_factor) == 0
+        one.begin(run.step, audits=due)
+        for field in one.fields:
+            field.receive(field.send())
+        if due:
+            audited.append(run.step)
+            with one.audits:
+                clock.now += audit_s
+        clock.now += 1.0 - audit_s * due
+        one.end(run, run.step)
+    return audited
+
+
+def test_audits_follow_what_they_take(run: Any, clock: Clock, tmp_path: Path) -> None:
+    """At half of the budget they become rarer as one of them takes longer, up to the longest interval, and come back;
+    what one takes at least is known before the first step.
+    """
+    engine: Any = SimpleNamespace(most_micro_batches=2, device=torch.device("cpu"))
+    pace = AuditPace(10, 160, after_saves=0, least=0.2)
+    one = CheckBudget(CheckPlan(Cadence(1), (), 0.02, pace=pace), engine)
+    assert one.audit_factor == 2, "a fifth of a step in 20 steps is half of two per cent"
+    audited = _audited(one, run, clock, 400, audit_s=0.35)
+    assert one.audit_factor == 4 and len([step for step in audited if step > 100]) * 0.35 <= 300 * 0.01
+    _audited(one, run, clock, 200, audit_s=0.9)
+    assert one.audit_factor == 16
+    _audited(one, run, clock, 600, audit_s=0.99)
+    assert one.audit_factor == 16, "the longest interval"
+    _audited(one, run, clock, 600, audit_s=0.05)
+    assert one.audit_factor == 1
+    told = [event.fields for event in read_events(tmp_path) if event.name == "audit_interval"]
+    assert [one["interval"] for one in told][-1] == 10 and told[0]["budget"] == 0.02
 
 
 def test_what_cannot_be_kept_is_told_once(run: Any, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

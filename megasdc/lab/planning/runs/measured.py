@@ -288,7 +288,7 @@ def _fleet(run: Measured, pieces: Pieces, sections: MegasdcSection) -> Fleet:
     costs = Costs(
         step_s=(parts[PRODUCTIVE] + parts[RECOMPUTED]) / run.steps,
         memory_stall_s=(0.0 if disk else stall_s) if memory else None,
-        partners=bool(memory) and sections.checkpoint.memory.partners,
+        partners=bool(memory) and sections.checkpoint.memory.partners is not False,
         disk_stall_s=stall_s if disk else 0.0,
         disk_duration_s=max(stall_s, run.write_s or 0.0) if disk else 0.0,
         verification_s=0.0,

@@ -1,0 +1,75 @@
+"""Does a run that one word protects train with the bits of an unprotected one, and find, name and repair a fault?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs import end_of, events_of, sizes_of, train_run, verdicts_of, write_run
+
+pytestmark = pytest.mark.distributed
+
+STANDARD = {"protect": "standard"}
+COMMON = {"deepspeed__gradient_clipping": 0.5, "model__hidden_dropout": 0.1}
+
+
+def _write(tmp_path: Path, data: Path, name: str, layout: tuple[int, int, int], **changes: Any) -> Path:
+    return write_run(tmp_path, data, name, **{**COMMON, **sizes_of(layout), **changes})
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ((1, 1, 2), {"checkpoint__interval": 3}),
+        ((1, 1, 1), {}),
+        ((1, 2, 2), {"deepspeed__bf16": {"enabled": True}}),
+    ],
+    ids=["dp2", "dp1", "pp2dp2_bf16"],
+)
+def test_standard_changes_no_bit_of_the_training(
+    tmp_path: Path, data: Path, layout: tuple[int, int, int], changes: dict[str, Any]
+) -> None:
+    """With dropout: losses, norms, and every tensor of the checkpoints are those of the run with `off`, although it
+    audits extra micro-batches, looks at every part, and keeps snapshots; three lines say what it covers.
+    """
+    ranks = layout[0] * layout[1] * layout[2]
+    often = {"audit": {"interval": 2, "longest_interval": None}, "checkpoint__memory__interval": 2}  # within six steps
+    runs = {"off": changes, "standard": {**STANDARD, **often, **changes}}
+    for name, fields in runs.items():
+        results = train_run(_write(tmp_path, data, name, layout, **fields), ranks)
+        assert [code for code, _ in results if code] == [], results
+    assert end_of(tmp_path / "off") == end_of(tmp_path / "standard")
+    audits = [(one["step"], one["micro_batch_of"]) for one in events_of(tmp_path / "standard", "audit", "agreed")]
+    assert {step for step, _ in audits} >= {1, 2, 4, 6} and {which for _, which in audits} == {"extra"}
+    assert verdicts_of(tmp_path / "standard") == []
+    (start,) = events_of(tmp_path / "standard", "start", "protection")
+    assert start["word"] == "standard" and [line.split(": ")[0] for line in start["lines"]] == [
+        "protect standard, covered",
+        "protect standard, cost",
+        "protect standard, not covered",
+        "protect standard, set in another way by you",
+    ]
+    assert ("compared with itself" in start["lines"][2]) == (layout[2] == 1)
+    assert events_of(tmp_path / "off", "start", "protection") == []
+    resolved = json.loads((tmp_path / "standard" / "resolved.json").read_text())["megasdc"]
+    assert resolved["protect"] == "standard" and resolved["sdc"]["always_on"]["rows"] is True
+
+
+def test_standard_finds_names_and_repairs_and_strict_halts(tmp_path: Path, data: Path) -> None:
+    """A parameter that one of three replicas has otherwise is put right, and the run ends with the bits of one without
+    a fault, also after a resume; a strict run ends with the corruption code.
+    """
+    scaled = {"kind": "scale", "factor": 1.02, "once": True}
+    fault = {"phase": "parameter", "slot": "weight", "rank": 1, "steps": [2, 2], "submodule": "3.*.linear_proj"}
+    for name, fields in {"clean": {}, "harmed": {"faults": [{**fault, **scaled}]}}.items():
+        config = _write(tmp_path, data, name, (1, 1, 3), **STANDARD, **fields)
+        for stop in (4, 6) if name == "harmed" else (6,):
+            results = train_run(config, 3, f"megasdc.training.stop_step={stop}")
+            assert [code for code, _ in results if code] == [], results
+    ((step, tier, rank, verdict, _, action),) = verdicts_of(tmp_path / "harmed")
+    assert (step, tier, rank, verdict, action) == (3, "parameters", 1, "not_reproduced", "repair")
+    assert end_of(tmp_path / "clean") == end_of(tmp_path / "harmed")
+    strict = _write(tmp_path, data, "strict", (1, 1, 3), protect="strict", faults=[{**fault, **scaled}])
+    assert [code for code, _ in train_run(strict, 3)] == [73, 73, 73]
