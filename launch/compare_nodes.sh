@@ -86,6 +86,6 @@ if [ "${#manifests[@]}" -lt 2 ]; then
     exit 2
 fi
 code=0
-"$python" "$folder/../tools/compare_checkpoints.py" "${manifests[@]}" "${json[@]}" || code=$?
+"$python" -m megasdc compare "${manifests[@]}" "${json[@]}" || code=$?
 [ "$failed" -eq 0 ] || code=2
 exit "$code"

@@ -2,6 +2,7 @@
 
 import warnings
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -18,12 +19,14 @@ for _message in (
 
 
 _PUBLIC = {
-    "attach": "megasdc.guarded",
+    "attach": "megasdc.api",
     "check_settings": "megasdc.attached.attach",
+    "compare": "megasdc.api",
     "Field": "megasdc.parallel.collectives",
     "GradientHook": "megasdc.optim.hooks",
     "GradientPart": "megasdc.optim.hooks",
     "Hook": "megasdc.engine.hooks",
+    "load_weights": "megasdc.api",
     "read_events": "megasdc.events",
     "read_sweep": "megasdc.lab.sweeps.results",
 }
@@ -35,3 +38,15 @@ def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Train(ModuleType):
+    """Module of the room ``megasdc.train``, which is called as a function, too: ``megasdc.train(config)``."""
+
+    def __call__(self, config: Any, **options: Any) -> Any:
+        """Train; arguments, result and errors are those of ``megasdc.api.train``."""
+        return import_module("megasdc.api").train(config, **options)
+
+
+# Python gives the folder's name to its module, whatever was there before.
+import_module("megasdc.train").__class__ = _Train

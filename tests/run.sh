@@ -32,6 +32,7 @@ fi
 echo "== lint"
 ruff check .
 ruff format --check .
+hadolint Dockerfile
 if [ $quick = 1 ]; then
     echo "== types"
     mypy

@@ -1,9 +1,6 @@
-"""Says whether checkpoints hold the same bits, and what differs where; exit code 0 same, 1 different, 2 not compared.
-
-python tools/compare_checkpoints.py runs/a/checkpoints/step_00000100 runs/b/checkpoints/step_00000100
-"""
+"""``megasdc compare`` as a script, with its options and exit codes."""
 
 from megasdc.common.program import start
 
 if __name__ == "__main__":
-    start("megasdc.lab.checkpoints.pages.checkpoint_command")
+    start("megasdc.cli.compare", "compare_checkpoints_main")

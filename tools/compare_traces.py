@@ -1,9 +1,6 @@
-"""Says where runs that should be equal part first; exit code 0 same, 1 different, 2 could not compare.
-
-python tools/compare_traces.py runs/a runs/b
-"""
+"""``megasdc compare-traces`` as a script, with its options and exit codes."""
 
 from megasdc.common.program import start
 
 if __name__ == "__main__":
-    start("megasdc.lab.traces.trace_command")
+    start("megasdc.cli.compare", "compare_traces_main")

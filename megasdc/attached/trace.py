@@ -1,4 +1,4 @@
-"""Traces of a guarded training: what the submodules compute in a step, written for ``compare_traces.py``."""
+"""Traces of a guarded training: what the submodules compute in a step, written for ``megasdc compare-traces``."""
 
 from __future__ import annotations
 

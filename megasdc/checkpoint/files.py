@@ -176,9 +176,9 @@ _REMEDIES = {
     DATA: "name it in megasdc.data.path",
     MODEL: "import it with megasdc import-hf {path} OUT",
     RUN: "its checkpoints are in {path}/checkpoints",
-    ZERO: "tools/compare_checkpoints.py reads it; a run cannot start from it",
-    ZEROS: "give one of the folders in it, such as that which {path}/latest names, to tools/compare_checkpoints.py",
-    DCP: "tools/compare_checkpoints.py reads it; a run cannot start from it",
+    ZERO: "megasdc compare reads it; a run cannot start from it",
+    ZEROS: "give one of the folders in it, such as that which {path}/latest names, to megasdc compare",
+    DCP: "megasdc compare reads it; a run cannot start from it",
 }
 _REMEDIES_FOR_UNIVERSAL = {
     CHECKPOINT: "convert it with megasdc convert-checkpoint {path} --to universal",

@@ -9,8 +9,9 @@ from megasdc.cli.app import app, hush_missing_accelerator
 from megasdc.common.program import run_program
 
 # isort: off
-from megasdc.cli import config, run, preflight, supervise, checkpoints, archive, interchange, golden, devices, stress  # noqa: F401
-from megasdc.cli import plan, plan_checkpoints, plan_run, dropcompute, study, sweep, report, metrics, triage  # noqa: F401
+from megasdc.cli import config, run, preflight, supervise, checkpoints, compare, archive  # noqa: F401
+from megasdc.cli import interchange, golden, devices, stress, plan, plan_checkpoints, plan_run  # noqa: F401
+from megasdc.cli import dropcompute, study, sweep, report, metrics, triage  # noqa: F401
 # isort: on
 
 __all__ = ["app", "main"]

@@ -131,8 +131,7 @@ app = Application(
     name="megasdc",
     cls=_Program,
     help="Pretrain Megatron-core GPT models under DeepSpeed ZeRO-1, right and on time on imperfect hardware.",
-    epilog="Example: megasdc check-config configs/smoke.json --world-size 2\n\n"
-    "Comparisons: python tools/compare_checkpoints.py, python tools/compare_traces.py",
+    epilog="Example: megasdc check-config configs/smoke.json --world-size 2",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -199,10 +198,20 @@ def output_option(*names: str, **settings: Any) -> Any:
 
 def output_folder(**settings: Any) -> dict[str, Any]:
     """Settings of an argument or option that names a folder to write."""
+    return noted_as(StorageError, **settings)
+
+
+def noted_as(kind: type[MegasdcError], **settings: Any) -> dict[str, Any]:
+    """Settings of an argument or option whose files are not looked at before the work.
+
+    Args:
+        kind: error of those in it that cannot be read or written.
+        **settings: further ones.
+    """
 
     def note(context: typer.Context, value: Any) -> Any:
-        if value is not None:
-            context.meta.setdefault(_PLACES, []).append((value, StorageError))
+        given = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        context.meta.setdefault(_PLACES, []).extend((path, kind) for path in given)
         return value
 
     return {"readable": False, "callback": note, **settings}

@@ -89,7 +89,7 @@ def write_manifest_command(
 ) -> None:
     """Read everything once and write a small manifest of it, to be compared with those of other nodes.
 
-    Digests of files, tensors and blocks of tensors, 9 to 15 KB a GB of large files. tools/compare_checkpoints.py
+    Digests of files, tensors and blocks of tensors, 9 to 15 KB a GB of large files. megasdc compare
     compares manifests.
     """
     from megasdc.lab.checkpoints.pages.manifest_command import make_manifest

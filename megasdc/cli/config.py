@@ -291,18 +291,8 @@ def update_tables(
 
 
 def _render_commands() -> str:
-    """Markdown of every command with its options: those of ``megasdc`` and the scripts of ``tools/``."""
-    from megasdc.lab.checkpoints.pages import checkpoint_command
-    from megasdc.lab.traces import trace_command
-
-    return "\n".join(
-        render_commands(program, name)
-        for name, program in {
-            "megasdc": app,
-            "python tools/compare_checkpoints.py": checkpoint_command.app,
-            "python tools/compare_traces.py": trace_command.app,
-        }.items()
-    )
+    """Markdown of every command with its options."""
+    return render_commands(app, "megasdc")
 
 
 def render_commands(program: typer.Typer, name: str) -> str:

@@ -103,7 +103,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
 
     Exit code 0: every rank healthy; 73: some rank computed a different result; rank and first mismatch are named;
     75, 79: a rank hung or died; 80: not comparable, or the file is not a golden trace. Over many hosts:
-    `deepspeed --hostfile H launch/golden_verify.py FILE`.
+    `deepspeed --hostfile H --module megasdc.entry.golden_verify FILE`.
     """
     from rich.console import Console
 

@@ -52,7 +52,7 @@ HINTS = {
         ("verify", "fsck"), "megasdc verify-checkpoint DIR, megasdc verify-data DIR, megasdc golden verify"
     ),
     **dict.fromkeys(("convert", "reshard"), "megasdc convert-checkpoint DIR --to universal"),
-    **dict.fromkeys(("compare", "diff"), "python tools/compare_checkpoints.py A B, python tools/compare_traces.py A B"),
+    "diff": "megasdc compare A B, megasdc compare-traces RUN_A RUN_B",
     **dict.fromkeys(("export", "import", "hf"), "megasdc export-hf DIR OUT, megasdc import-hf MODEL OUT"),
     **dict.fromkeys(
         ("evaluate", "benchmark", "bench"), "megasdc eval DIR; what a feature costs: python -m tools.bench"

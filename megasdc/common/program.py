@@ -43,11 +43,11 @@ def output_console() -> Console:
     return safe_console() if sys.stdout.isatty() else safe_console(width=PIPED_WIDTH)
 
 
-def start(module: str) -> None:
-    """Import a module and call its ``main``; Ctrl-C before and after its work ends the process at once, see ``run``."""
+def start(module: str, function: str = "main") -> None:
+    """Import a module and call a function of it; Ctrl-C before and after its work ends the process at once."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell lets background jobs ignore it
         signal.signal(signal.SIGINT, _leave)
-    import_module(module).main()
+    getattr(import_module(module), function)()
 
 
 def run_program(application: Callable[[], Any], name: str, unwritten: int = StorageError.exit_code) -> NoReturn:

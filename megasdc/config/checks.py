@@ -8,6 +8,7 @@ No torch here: the checks run in the launcher, and on machines where torch is no
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterable, Iterator
@@ -135,6 +136,22 @@ def _batch_problems(config: RunConfig, data: int) -> list[str]:
             f"{micro * data}, or set megasdc.drop_compute.enabled false."
         )
     return [*problems, *drop_layout_problems(config.megasdc.drop_compute, accumulation, "gradient_accumulation_steps")]
+
+
+MOST_REPLICAS = 64
+
+
+def smallest_layout(config: RunConfig) -> BatchLayout:
+    """The layout with the fewest replicas that the batch sizes allow.
+
+    Raises:
+        ConfigError: none with up to 64 replicas; says what is wrong with one.
+    """
+    ranks = config.megasdc.parallel.tensor * config.megasdc.parallel.pipeline
+    for replicas in range(1, MOST_REPLICAS + 1):
+        with contextlib.suppress(ConfigError):
+            return check_layout(config, ranks * replicas)
+    return check_layout(config, ranks)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, int]:

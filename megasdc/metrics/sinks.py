@@ -464,11 +464,14 @@ def shown_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_commit() -> str | None:
-    """Commit of the repository that megasdc's source lies in; None: it lies in none, or git is not installed."""
+    """Commit of the repository that has megasdc's source; None: none has it, or git is not installed.
+
+    An installed package may lie in the folder of another repository, which does not have its files.
+    """
     folder = str(Path(megasdc.__file__).parent)
-    command = ["git", "-C", folder, "rev-parse", "HEAD"]
+    command = ["git", "-C", folder, "rev-parse", "HEAD", "HEAD:./__init__.py"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.split()[0]

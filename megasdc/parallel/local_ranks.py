@@ -56,7 +56,7 @@ def base_environment(threads: int) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
         EXTENSIONS_VARIABLE: os.environ.get(EXTENSIONS_VARIABLE, default_extensions_dir()),
-        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),  # as launch/pretrain_gpt.py sets it
+        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),  # as megasdc.entry.pretrain_gpt sets it
     }
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -409,7 +409,7 @@ def _leave_out(incident: Incident) -> Instruction:
             f"{text}. No host of the run would be left: list other hosts in OTHERS, and {when}.",
             (
                 f"megasdc launch --hostfile OTHERS {config}",
-                f"deepspeed --hostfile OTHERS launch/pretrain_gpt.py {config}",
+                f"deepspeed --hostfile OTHERS --module megasdc.entry.pretrain_gpt {config}",
             ),
         )
     without = f"--exclude {shlex.quote('@'.join(incident.hosts))}"
@@ -417,7 +417,7 @@ def _leave_out(incident: Incident) -> Instruction:
         f"{text}: {when}. HOSTFILE is that of this run; put a spare host into it, so that the layout stays the same.",
         (
             f"megasdc launch --hostfile HOSTFILE {without} {config}",
-            f"deepspeed --hostfile HOSTFILE {without} launch/pretrain_gpt.py {config}",
+            f"deepspeed --hostfile HOSTFILE {without} --module megasdc.entry.pretrain_gpt {config}",
         ),
     )
 

@@ -151,6 +151,8 @@ COMMANDS = (
     Command(
         "bound-training --steps 21 --seeds 1 --absolute 1e-3 --spike-aware 100 --data {in}", "data", 71, program="bench"
     ),
+    Command("compare {in} {base}/run/checkpoints/step_00000004", STEP, 2),
+    Command("compare-traces {in} {base}/again", "run", 2),
     Command("{in} {base}/run/checkpoints/step_00000004", STEP, 2, program="compare_checkpoints"),
     Command("{in} {base}/exported", "exported", 2, program="compare_checkpoints"),
     Command("{in} {base}/a.manifest", "a.manifest", 2, program="compare_checkpoints"),

@@ -22,12 +22,12 @@ from megasdc.checkpoint.manifest import read_manifest, write_manifest
 from megasdc.checkpoint.verify import CHECKED
 from megasdc.checkpoint.views import View
 from megasdc.cli import app as cli
+from megasdc.cli.compare import checkpoints_script as app
 from megasdc.common.errors import CheckpointError
 from megasdc.interchange.convert import convert_to_universal
 from megasdc.interchange.export_hf import export_hf
 from megasdc.lab.checkpoints.checkpoints import Options, Report, compare_checkpoints
 from megasdc.lab.checkpoints.drift import measure_drift
-from megasdc.lab.checkpoints.pages.checkpoint_command import app
 from megasdc.lab.checkpoints.views.contents import verify_contents
 from megasdc.lab.checkpoints.views.open import open_view
 

@@ -95,7 +95,7 @@ def test_a_wrong_rank_is_named_and_ends_the_training(tmp_path: Path, zero: int, 
         "by which reports know the last start"
     )
     text = page.read_text()
-    assert "deepspeed --hostfile HOSTFILE" in text and "megasdc stress" in text and "launch/pretrain_gpt" not in text
+    assert "deepspeed --hostfile HOSTFILE" in text and "megasdc stress" in text and "pretrain_gpt" not in text
 
 
 def _guarded_on_unlike_hardware(folder: str) -> tuple[int, int]:

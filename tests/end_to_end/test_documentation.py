@@ -20,9 +20,7 @@ import pytest
 import typer.main
 from harness import forked_programs
 
-from megasdc.cli import app
-from megasdc.lab.checkpoints.pages import checkpoint_command
-from megasdc.lab.traces import trace_command
+from megasdc.cli import app, compare
 from tools.bench import commands as bench_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +47,12 @@ GUIDES = (
     "preflight",
     "plan-run",
     "security",
+    "install",
 )
 """In an order in which a page uses only what those before it make."""
 TOOLS = {
-    "tools/compare_checkpoints.py": checkpoint_command.app,
-    "tools/compare_traces.py": trace_command.app,
+    "tools/compare_checkpoints.py": compare.checkpoints_script,
+    "tools/compare_traces.py": compare.traces_script,
     "tools.bench": bench_command.app,
 }
 BENCH = ["python", "-m", "tools.bench"]
@@ -96,9 +95,9 @@ RUN_ELSEWHERE = {
     "for n in 2 4 8; do python -m tools.bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
     "python -m tools.bench drop-training": f"{DROPS}::test_a_sample_of_training",
     "megasdc report scaling.json": "tests/unit/bench/test_drop_report.py::test_measured_and_trained_are_shown_as_found",
-    "python tools/compare_checkpoints.py node1.manifest": f"{DIGESTS}::test_commands_on_manifests",
-    "python tools/compare_checkpoints.py runs/my/checkpoints/step_00000400 node2.manifest": TRAVEL,
-    "python tools/compare_checkpoints.py blocks/": TRAVEL,
+    "megasdc compare node1.manifest": f"{DIGESTS}::test_commands_on_manifests",
+    "megasdc compare runs/my/checkpoints/step_00000400 node2.manifest": TRAVEL,
+    "megasdc compare blocks/": TRAVEL,
 }
 """Commands that need other hosts, hours or files of the reader's own, and the test or the script that runs each."""
 

@@ -16,14 +16,13 @@ import typer
 from typer.testing import CliRunner
 
 from megasdc import __version__
-from megasdc.cli import app, main
+from megasdc.cli import app, compare, main
 from megasdc.cli.app import Application, is_unexpected, print_result
 from megasdc.cli.names import GROUPS, group_of
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.config.load import load_config
 from megasdc.data.manifest import SplitRecord
-from megasdc.lab.traces import trace_command
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"
 NO_DATA = f"data: prepared/stdlib is not there yet: run megasdc prepare-data --config {SMOKE}"
@@ -274,7 +273,7 @@ def test_home_folders_of_every_path(monkeypatch, tmp_path):
     assert (
         run("archive", "list", "~/c").exception.args == run("archive", "list", tmp_path / "home" / "c").exception.args
     )
-    assert CliRunner().invoke(trace_command.app, ["~/a", "~/b"]).output.count(str(tmp_path / "home" / "a")) > 0
+    assert CliRunner().invoke(compare.traces_script, ["~/a", "~/b"]).output.count(str(tmp_path / "home" / "a")) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
     unknown = run("check-config", "~nobody_at_all/smoke.json")
     assert isinstance(unknown.exception, ConfigError) and "the home folder is not known" in str(unknown.exception)

@@ -20,7 +20,7 @@ from tools.house.imports import File, circles_of, imports_of, read_package
 
 STOREYS = ("core", "ops", "lab", "top")
 UPPER = ("ops", "lab")
-TOP = ("cli", "experiments", "features", "guarded", "pretrain", "__main__")
+TOP = ("api", "cli", "entry", "experiments", "features", "pretrain", "__main__")
 """Folders and modules on top of all storeys, which compose them."""
 
 

@@ -6,7 +6,6 @@ Equal runs prove nothing about rarer differences; unequal ones are named by the 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.addresses import FORWARD
-from megasdc.common.errors import ConfigError
-from megasdc.config.checks import BatchLayout, check_layout, replica_config
+from megasdc.config.checks import BatchLayout, check_layout, replica_config, smallest_layout
 from megasdc.config.environment import set_deterministic_environment
 from megasdc.config.load import RunConfig
 from megasdc.config.repeatability import DifferenceCause, find_causes, find_startup_modules
@@ -27,7 +25,6 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.run_ranks import run_ranks
 from megasdc.sdc.trace import Trace, compare_traces, read_trace, trace_path
 
-MOST_REPLICAS = 64
 OBSERVED = "results of all submodules, gradients, losses, gradient norms, optimizer states and parameters"
 HIDDEN = (
     "losses, gradient norms, optimizer states and parameters; results of submodules were not compared, because with "
@@ -171,19 +168,6 @@ def _outcome(
         observations=observations,
         observed=observed,
     )
-
-
-def smallest_layout(config: RunConfig) -> BatchLayout:
-    """The layout with the fewest replicas that the batch sizes allow.
-
-    Raises:
-        ConfigError: none with up to 64 replicas; says what is wrong with one.
-    """
-    ranks = config.megasdc.parallel.tensor * config.megasdc.parallel.pipeline
-    for replicas in range(1, MOST_REPLICAS + 1):
-        with contextlib.suppress(ConfigError):
-            return check_layout(config, ranks * replicas)
-    return check_layout(config, ranks)
 
 
 def _run_once(

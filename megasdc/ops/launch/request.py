@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-DEFAULT_SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "pretrain_gpt.py"
+DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "entry" / "pretrain_gpt.py"
 FAILURE_GRACE_S = 60.0
 
 

@@ -25,7 +25,7 @@ POLL_S = 0.2
 TOLD_S, GRACE_S = 5.0, 60.0
 """For a command that was interrupted, to end what it has started: until it is told, and then until it is killed."""
 MEGASDC = ("-m", "megasdc")
-COMPARE = ("-c", "from megasdc.common.program import start; start('megasdc.lab.checkpoints.pages.checkpoint_command')")
+COMPARE = (*MEGASDC, "compare")
 """What Python is given to compare checkpoints."""
 _ERROR = re.compile(r"^\w+: error: ", re.MULTILINE)
 

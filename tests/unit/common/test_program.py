@@ -65,14 +65,14 @@ def test_streams_of_ascii_alone() -> None:
         assert max(done.stdout + done.stderr) < 128
 
 
-@pytest.mark.parametrize("module", ["megasdc.cli", "megasdc.lab.traces.trace_command"])
-def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize("program", [("megasdc.cli",), ("megasdc.cli.compare", "compare_traces_main")])
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path, program: tuple[str, ...]) -> None:
     """At every moment from the first line of our own code on: exit code 130 and not a word."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom megasdc.common.program import start\nsys.argv = ['x', '--help']\n"
         "class First:\n    def find_spec(self, *_):\n        sys.meta_path.remove(self)\n"
-        f"        print(end='go', flush=True)\nsys.meta_path.insert(0, First())\nstart('{module}')\n"
+        f"        print(end='go', flush=True)\nsys.meta_path.insert(0, First())\nstart(*{program})\n"
     )
     for delay_ms in (0, 30, 60, 90):
         with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

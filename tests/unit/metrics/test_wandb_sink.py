@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+import megasdc
 from megasdc.common.imports import is_installed
 from megasdc.metrics import sinks
 from megasdc.metrics.export import export_metrics
@@ -162,3 +164,23 @@ def test_a_tracker_that_does_not_end_is_given_up(tmp_path, monkeypatch):
         name == "wandb" and "within 2 s" in problem and f"wandb sync {tmp_path / 'wandb' / 'offline-run-'}" in problem
     )
     service.wait(timeout=30)
+
+
+def test_the_commit_is_of_the_repository_that_has_megasdc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package in an environment within another repository has no commit."""
+    package = tmp_path / "environment" / "megasdc"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(megasdc, "__file__", str(package / "__init__.py"))
+
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=x", "-c", "user.email=x")
+        command = ["git", *identity, *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "somebody else's")
+    assert source_commit() is None
+    git("add", ".")
+    git("commit", "-m", "with megasdc")
+    assert source_commit() == git("rev-parse", "HEAD").strip()

@@ -230,7 +230,8 @@ def test_instructions_are_commands_that_can_be_run() -> None:
     commands = [line for step in incident().what_to_do for line in step.commands]
     assert commands == [
         "megasdc launch --hostfile HOSTFILE --exclude beta --config runs/my/resolved.json",
-        "deepspeed --hostfile HOSTFILE --exclude beta launch/pretrain_gpt.py --config runs/my/resolved.json",
+        "deepspeed --hostfile HOSTFILE --exclude beta --module megasdc.entry.pretrain_gpt "
+        "--config runs/my/resolved.json",
         "megasdc golden verify /goldens/my.golden --repeats 10",
         "megasdc verify-checkpoint runs/my/checkpoints/step_00000100",
     ]

@@ -30,7 +30,7 @@ from tools.bench.statistics import Estimate, estimate_median
 
 BAR_S = 30.0
 BAR_BYTES = 1 << 30
-_COMMAND = "from megasdc.lab.checkpoints.pages.checkpoint_command import main; main()"
+_COMMAND = "from megasdc.cli.compare import compare_checkpoints_main; compare_checkpoints_main()"
 _MOMENTS = "optimizer_state_dict/base_optimizer_state/state/0"
 _MASTER = "optimizer_state_dict/single_partition_of_fp32_groups/0"
 _LAYERS = 80

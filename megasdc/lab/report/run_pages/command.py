@@ -156,7 +156,7 @@ def _drift(names: Mapping[str, RunRecord]) -> tuple[list[Figure], list[str]]:
     if len(with_steps) == 1:
         return [], ["parameters are not compared: no step is kept by the healthy run and another"]
     size = sum(_size(folder / step_folder(step)) for folder in with_steps for step in kept[folder] & kept[first])
-    command = f"tools/compare_checkpoints.py --drift {' '.join(map(str, with_steps))} --html drift.html"
+    command = f"megasdc compare --drift {' '.join(map(str, with_steps))} --html drift.html"
     if size > MAX_DRIFT_BYTES:
         return [], [f"parameters are not compared: {size / 2**30:.1f} GiB of checkpoints would be read; use {command}"]
     try:

@@ -14,7 +14,7 @@ from browser import Browser, choose, needs_browser
 from hand_made import write_checkpoint
 from typer.testing import CliRunner
 
-from megasdc.lab.checkpoints.pages.checkpoint_command import app
+from megasdc.cli.compare import checkpoints_script as app
 from megasdc.tensors.bits import count_flips
 
 NAME = "2.layer.mlp.linear_fc2.weight"

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from megasdc.checkpoint.views import View
+from megasdc.cli.compare import checkpoints_script as app
 from megasdc.lab.checkpoints.checkpoints import compare_checkpoints, steps_of_a_run
 from megasdc.lab.checkpoints.measure import Measure
-from megasdc.lab.checkpoints.pages.checkpoint_command import app
 from megasdc.lab.checkpoints.report import Options
 from megasdc.lab.checkpoints.views.open import open_view
 

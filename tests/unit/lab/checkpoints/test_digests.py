@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from megasdc.checkpoint.manifest import BLOCK_BYTES, Layout, Manifest, describe_file, digest_file, write_manifest
 from megasdc.checkpoint.records import record_text
 from megasdc.cli import app as megasdc_app
+from megasdc.cli.compare import checkpoints_script as app
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.digest import digest_path, read_digest
 from megasdc.lab.checkpoints.digests import compare_digests
-from megasdc.lab.checkpoints.pages.checkpoint_command import app
 from megasdc.lab.checkpoints.votes import INTACT
 
 LAYER = "layer_03-model_00-model_states.pt"
@@ -294,15 +294,18 @@ def test_commands_on_manifests(pair: tuple[Path, Path], tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["manifest_bytes"] == out.stat().st_size < 3000
     assert made[0].read_text() == record_text(read_digest(made[0]), None)
-    compare = CliRunner().invoke
-    assert compare(app, [str(made[0]), str(made[1])]).exit_code == 0
+
+    def compare(*arguments: object) -> Any:
+        return CliRunner().invoke(megasdc_app, ["compare", *map(str, arguments)])
+
+    assert compare(made[0], made[1]).exit_code == 0
     flip(two / LAYER, "a.weight", element=5)
-    assert compare(app, [str(made[0]), str(made[1])]).exit_code == 0  # it says what was read
-    mixed = compare(app, [str(made[0]), str(two), "--json"])
+    assert compare(made[0], made[1]).exit_code == 0  # it says what was read
+    mixed = compare(made[0], two, "--json")
     assert mixed.exit_code == 1 and json.loads(mixed.stdout)["differences"][0]["name"] == "a.weight"
-    assert compare(app, [str(made[0]), str(two), "--ulp", "1"]).exit_code == 2
+    assert compare(made[0], two, "--ulp", "1").exit_code == 2
     made[1].write_text(made[1].read_text().replace('"n"', '"m"'))
-    damaged = compare(app, [str(made[0]), str(made[1])])
+    damaged = compare(made[0], made[1])
     assert damaged.exit_code == 2 and "b.manifest was changed" in damaged.stderr
 
 
@@ -311,22 +314,24 @@ def test_blocks_that_travel_give_the_answer_of_elements(pair: tuple[Path, Path],
     one, two = pair
     flip(two / LAYER, "a.weight", element=BLOCK_BYTES // 4 + 5)
     (tmp_path / "two.manifest").write_text(record_text(digest_path(two), None))
-    run = CliRunner().invoke
-    arguments = [str(one), str(tmp_path / "two.manifest"), "--extract", str(tmp_path / "out"), "--json"]
-    done = run(app, arguments)
+
+    def run(*arguments: object) -> Any:
+        return CliRunner().invoke(megasdc_app, ["compare", *map(str, arguments)])
+
+    done = run(one, tmp_path / "two.manifest", "--extract", tmp_path / "out", "--json")
     assert done.exit_code == 1, done.output
     (extract,) = map(Path, json.loads(done.stdout)["extracts"])
     assert extract.stat().st_size < 6_000_000 - BLOCK_BYTES + 4000
-    run(app, [str(two), str(one), "--extract", str(tmp_path / "both")])
+    run(two, one, "--extract", tmp_path / "both")
     for side in (two, min((tmp_path / "both").iterdir())):
-        found = run(app, [str(extract), str(side), "--json"])
+        found = run(extract, side, "--json")
         assert found.exit_code == 1, found.output
         (only,) = json.loads(found.stdout)["findings"]
         assert (only["pattern"], only["detail"], only["slot"]) == ("bit", "bit 20", "weight")
         assert only["fqn"] == f"3.a.weight ({LAYER})"
         assert only["measure"]["first"] == [(BLOCK_BYTES // 4 + 5) // 1000, (BLOCK_BYTES // 4 + 5) % 1000]
         assert only["pieces"][0]["rank"] == 1
-    assert run(app, [str(extract), str(one)]).exit_code == 0
+    assert run(extract, one).exit_code == 0
 
 
 def test_an_extract_that_is_not_enough_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from browser import Browser, choose, needs_browser
 from hand_made import VOCABULARY, make_whole, write_checkpoint
 from typer.testing import CliRunner
 
+from megasdc.cli.compare import checkpoints_script as app
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.drift import measure_drift
 from megasdc.lab.checkpoints.drift_report import submodule_of
-from megasdc.lab.checkpoints.pages.checkpoint_command import app
 from megasdc.lab.checkpoints.report import Options
 from megasdc.model.kinds import submodule_kind
 from megasdc.tensors.bits import distance

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, UPDATE, WEIGHT_GRAD, Address
-from megasdc.lab.traces.trace_command import SHADES, shade
+from megasdc.lab.traces.trace_page import SHADES, shade
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace, TraceWriter, trace_path
 
@@ -297,8 +297,6 @@ def test_shades(share: float, mark: int) -> None:
 
 def test_the_tool_needs_no_torch() -> None:
     """Looking at files does not take the seconds that torch takes."""
-    code = (
-        "import megasdc.lab.traces.trace_command, sys; assert not {'torch', 'deepspeed', 'plotly'} & set(sys.modules)"
-    )
+    code = "import megasdc.lab.traces.trace_page, sys; assert not {'torch', 'deepspeed', 'plotly'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,31 +1,26 @@
-"""The command behind ``tools/compare_checkpoints.py``: compares, prints, and sets the exit code.
+"""Comparisons of checkpoints, of manifests, and of runs over their steps, each with its page.
 
-Manifests are compared without the files that they describe, as a page, with extracts of blocks that differ. ``--drift``
-shows how far runs diverge over the checkpoints that they keep: verdicts, curves, a table of each run.
+Manifests are compared without the files that they describe, with extracts of blocks that differ. Drift shows how far
+runs diverge over the checkpoints that they keep: verdicts, curves, a table of each run.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TotalFileSizeColumn
 
-from megasdc.checkpoint.views import Slot, with_derived_weights
-from megasdc.common.errors import MegasdcError
-from megasdc.common.program import at_home, bytes_bar, echo
-from megasdc.common.program import run_program as run_command
+from megasdc.checkpoint.views import with_derived_weights
+from megasdc.common.program import bytes_bar
 from megasdc.common.words import few
-from megasdc.lab.checkpoints.checkpoints import Options, Report, compare_checkpoints, tensors_to_compare
+from megasdc.lab.checkpoints.checkpoints import Options, compare_checkpoints, tensors_to_compare
 from megasdc.lab.checkpoints.digest import Digest, count_bytes, digest_path, is_digest, read_digest
 from megasdc.lab.checkpoints.digest_report import WHATS, DigestReport, FileDifference
 from megasdc.lab.checkpoints.digests import compare_digests
@@ -37,8 +32,7 @@ from megasdc.lab.checkpoints.outcome import ComparisonOutcome
 from megasdc.lab.checkpoints.pages.checkpoint_page import comparison_page
 from megasdc.lab.checkpoints.views.open import open_view
 from megasdc.output.figure import COLOURS, DASHES, Figure, Version, layout, scatter
-from megasdc.output.html import write_page
-from megasdc.output.page import Cell, Page, PageSection, Table, number_cell, print_pages
+from megasdc.output.page import Cell, Page, PageSection, Table, number_cell
 from megasdc.tensors.bits import Distance
 
 GROUPS = ("embedding", "attention", "mlp", "norm", "head", "other")
@@ -278,12 +272,6 @@ def _compare_by_digest(paths: Sequence[Path], extract: Path | None, quiet: bool)
         StorageError: blocks cannot be written.
     """
     here = {place: path for place, path in enumerate(paths) if not is_digest(path)}
-    if extract is not None and not here:
-        raise typer.BadParameter(
-            "blocks are read from folders, but all that is given are manifests: give the folder "
-            "of this machine in place of its manifest",
-            param_hint="--extract",
-        )
     with bytes_bar("reading", sum(map(count_bytes, here.values())), quiet=quiet) as advance:
         report = compare_digests([_digest(path, advance) for path in paths])
     return report, [] if extract is None or report.same else write_extracts(report, here, extract)
@@ -293,135 +281,82 @@ def _digest(path: Path, advance: Callable[[int], None]) -> Digest:
     return read_digest(path) if is_digest(path) else digest_path(path, progress=advance)
 
 
-SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found.
 
-Extract = Annotated[
-    Path | None,
-    typer.Option(
-        "--extract", metavar="DIR", callback=at_home, help="Write the blocks that differ, to be compared elsewhere."
-    ),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE.html", callback=at_home, help="Also write what was found as one web page."),
-]
-
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-
-
-@app.command(
-    epilog="Example: python tools/compare_checkpoints.py runs/a/checkpoints/step_00000100 runs/b/.../step_00000100",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-def compare_folders(
-    checkpoints: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="A B [C ...]",
-            callback=at_home,
-            help="Checkpoints of any layout, universal ones, of DeepSpeed with ZeRO-1 or of torch DCP, Hugging Face "
-            "models, .pt or .safetensors files; or manifests and extracts of them.",
-        ),
-    ],
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="PATTERN", help="Tensors to compare, such as '*.mlp.*' or '*/exp_avg'."),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, typer.Option("--ignore", metavar="PATTERN", help="Tensors and values to skip.")
-    ] = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Compare weights alone.")] = False,
-    ulp: Annotated[
-        int, typer.Option("--ulp", min=0, help="Allowed difference of equal elements, in representable values.")
-    ] = 0,
-    rtol: Annotated[
-        float, typer.Option("--rtol", min=0.0, help="Allowed relative difference of equal elements.")
-    ] = 0.0,
-    extract: Extract = None,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Findings that are listed.")] = 40,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Threads that read; default: one per core.")] = None,
-    drift: Annotated[
-        bool,
-        typer.Option(
-            "--drift",
-            help="A B [C ...] are folders of checkpoints: how far are the parameters of B, C from A's at each step "
-            "that both keep? Every bit counts, --ulp and --rtol do not.",
-        ),
-    ] = False,
-    html: Html = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-) -> None:
-    """Say whether checkpoints hold the same bits, and if not: what differs, where, whose it was, what kind of damage.
-
-    Exit code 0: all is equal; 1: something is not; 2: something could not be compared, or the command line is wrong.
+    Attributes:
+        report: of checkpoints, of manifests, or of runs over their steps.
+        build: makes its page.
+        written: files with blocks that differ.
     """
-    if len(checkpoints) < 2:
-        raise typer.BadParameter("two or more checkpoints are needed", param_hint="A B [C ...]")
-    if html is not None and html.suffix != ".html":
-        raise typer.BadParameter(f"{html}: pages are web pages, name a file that ends in .html")
-    options = Options(tuple(only or ()), tuple(ignore or ()), weights_only, ulp, rtol)
-    by_digest = not drift and (extract is not None or any(map(is_digest, checkpoints)))
-    if drift and (ulp or rtol or extract is not None):
-        raise typer.BadParameter("--drift measures differences: remove --ulp, --rtol and --extract")
-    if by_digest and (options != Options() or html is not None):
-        raise typer.BadParameter(
-            "--only, --ignore, --weights-only, --ulp, --rtol and --html need the tensors themselves"
+
+    report: ComparisonOutcome
+    build: Callable[[], Page]
+    written: Sequence[Path] = ()
+
+
+def usage_problem(
+    paths: Sequence[Path], options: Options, *, drift: bool = False, extract: Path | None = None, page: bool = False
+) -> str | None:
+    """What contradicts in the arguments of a comparison, in a sentence; None: nothing.
+
+    Args:
+        page: whether a web page is to be written; the others are those of ``compare_paths``.
+    """
+    if len(paths) < 2:
+        return "two or more checkpoints are needed"
+    if drift and (options.ulp or options.rtol or extract is not None):
+        return "--drift measures differences: remove --ulp, --rtol and --extract"
+    if _is_by_digest(paths, drift, extract) and (options != Options() or page):
+        return "--only, --ignore, --weights-only, --ulp, --rtol and --html need the tensors themselves"
+    if extract is not None and all(map(is_digest, paths)):
+        return (
+            "--extract: blocks are read from folders, but all that is given are manifests: give the folder of this "
+            "machine in place of its manifest"
         )
-    how = (drift, by_digest, extract, limit, jobs)
-    try:
-        report, build, written = _compared(checkpoints, options, how, quiet=as_json or not sys.stderr.isatty())
-        if html is not None:
-            write_page(build(), html)
-    except MegasdcError as error:
-        echo(f"compare_checkpoints: error: {error}", err=True)
-        if as_json:
-            found = {"same": False, "runs" if drift else "findings": [], "not_compared": [str(error)]}
-            echo(json.dumps(found, indent=2))
-        raise typer.Exit(NOT_COMPARED) from error
-    if as_json:
-        extracts = {"extracts": [str(path) for path in written]} if by_digest else {}
-        echo(json.dumps(report.as_dict() | extracts, indent=2))
-    else:
-        print_pages([build()])
-        for path in written:
-            echo(f"blocks that differ: {path}, {path.stat().st_size:,} bytes")
-    sys.stdout.flush()  # so that a failed write is noticed
-    for problem in report.problems:
-        echo(f"compare_checkpoints: error: {problem}", err=True)
-    raise typer.Exit(NOT_COMPARED if report.problems else SAME if report.same else DIFFERENT)
+    return None
 
 
-def _compared(
-    paths: list[Path], options: Options, how: tuple[bool, bool, Path | None, int, int | None], quiet: bool
-) -> tuple[ComparisonOutcome, Callable[[], Page], list[Path]]:
-    """The report of a comparison, its page, and the files of blocks that were written."""
-    drift, by_digest, extract, limit, jobs = how
+def _is_by_digest(paths: Sequence[Path], drift: bool, extract: Path | None) -> bool:
+    return not drift and (extract is not None or any(map(is_digest, paths)))
+
+
+def compare_paths(
+    paths: Sequence[Path],
+    options: Options,
+    *,
+    drift: bool = False,
+    extract: Path | None = None,
+    limit: int = 40,
+    jobs: int | None = None,
+    quiet: bool = True,
+) -> Comparison:
+    """Compare checkpoints, manifests and extracts of them, or runs over the steps that they keep.
+
+    Args:
+        paths: two or more of any format that ``megasdc compare`` takes.
+        options: what of them, with which tolerance.
+        drift: they are folders of checkpoints, whose distance from the first is measured at each step.
+        extract: folder for the blocks that differ, of each path that is not a manifest; None: none are written.
+        limit: findings that the page lists.
+        jobs: threads that read; None: one per core.
+        quiet: whether no progress is shown.
+
+    Raises:
+        CheckpointError: one cannot be read, or they have nothing in common.
+        StorageError: blocks cannot be written.
+    """
     if drift:
-        measured = _measure(paths, options, quiet)
-        return measured, partial(drift_page, measured), []
-    if by_digest:
+        measured = _measure(list(paths), options, quiet)
+        return Comparison(measured, partial(drift_page, measured))
+    if _is_by_digest(paths, drift, extract):
         digests, written = _compare_by_digest(paths, extract, quiet)
-        return digests, partial(digest_page, digests, limit), written
-    report, keys = _compare(paths, options, jobs, quiet)
-    return report, partial(comparison_page, report, keys, options, limit), []
-
-
-def _compare(
-    paths: list[Path], options: Options, jobs: int | None, quiet: bool
-) -> tuple[Report, list[tuple[str, Slot]]]:
-    """Compares, with a progress bar in bytes unless quiet; also what was compared."""
+        return Comparison(digests, partial(digest_page, digests, limit), written)
     views = open_extract_views(paths) if any(map(is_extract, paths)) else [open_view(path) for path in paths]
     views = with_derived_weights(views)
     keys = tensors_to_compare(views, options)
     total = sum(view.entries[key].num_bytes for view in views for key in keys if key in view.entries)
     with bytes_bar("comparing", total, quiet=quiet) as advance:
-        return compare_checkpoints(views, options, advance, jobs), keys
-
-
-def main() -> None:
-    """Runs the command line on the CPU: DeepSpeed would look for an accelerator, and print to standard output.
-
-    A result that cannot be written is no verdict: the exit code is then NOT_COMPARED.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    run_command(lambda: app(prog_name="compare_checkpoints"), "compare_checkpoints", unwritten=NOT_COMPARED)
+        report = compare_checkpoints(views, options, advance, jobs)
+    return Comparison(report, partial(comparison_page, report, keys, options, limit))

@@ -1,28 +1,21 @@
-"""The command behind ``tools/compare_traces.py``: compares runs, prints, and sets the exit code.
-
-Comparison of traces as a page: the first divergence, those after it, and heat maps of what differs.
-"""
+"""Comparison of traces, and its page: the first divergence, those after it, and heat maps of what differs."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import track
 
 from megasdc.common.addresses import REPLICA_PHASES
-from megasdc.common.errors import MegasdcError, StorageError
-from megasdc.common.program import at_home, echo, run_program
+from megasdc.common.errors import MegasdcError
 from megasdc.common.words import ranges
 from megasdc.lab.traces.traces import TraceReport, compare_traces_of_runs, load_traces
 from megasdc.output.figure import Figure, layout
-from megasdc.output.html import write_page
-from megasdc.output.page import Page, PageSection, Table, print_pages
+from megasdc.output.page import Page, PageSection, Table
 
 SHADES = " ░▒▓█"
 """Share of results that differ: none, below 1/3, below 2/3, below 1, all."""
@@ -130,46 +123,33 @@ def shade(share: float) -> str:
     return SHADES[1 + min(2, int(share * 3))]
 
 
-SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
+@dataclass(frozen=True)
+class RunComparison:
+    """Runs that were each compared with the first, and what could not be read or compared."""
 
-app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+    reports: list[TraceReport]
+    problems: list[str]
+
+    @property
+    def same(self) -> bool:
+        """Whether all that was compared is equal."""
+        return all(report.same for report in self.reports)
+
+    def as_dict(self, limit: int) -> dict[str, Any]:
+        """As JSON-compatible values, with at most ``limit`` divergences of each."""
+        return {"comparisons": [report.as_dict(limit) for report in self.reports], "not_compared": self.problems}
 
 
-@app.command(
-    epilog="Example: python tools/compare_traces.py runs/a runs/b --picture difference.html",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-def compare_trace_files(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="A B [C ...]", callback=at_home, help="Run folders, or folders of trace files."),
-    ],
-    cross_layout: Annotated[
-        bool,
-        typer.Option(
-            "--cross-layout",
-            help="Runs of different layouts: compare the results whose bits do not depend on it, of the first step "
-            "that both have; its weights must be equal.",
-        ),
-    ] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Divergences that are listed.")] = 20,
-    picture: Annotated[
-        Path | None,
-        typer.Option("--picture", metavar="FILE.html", callback=at_home, help="Also write heat maps as one web page."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-) -> None:
-    """Say where runs that should be equal part first: rank, step, micro-batch, phase and submodule.
+def compare_runs(runs: Sequence[Path], *, cross_layout: bool = False, quiet: bool = True) -> RunComparison:
+    """Compare the traces of runs with those of the first, over the steps that both have.
 
-    Each run is compared with the first, over the steps that both have. Exit code 0: every checksum is equal; 1: some
-    are not; 2: some runs could not be compared, the picture not written, or the command line is wrong.
+    Args:
+        runs: two or more run folders, or folders of trace files; one that cannot be read stops no other.
+        cross_layout: of different layouts, compare the results whose bits do not depend on it.
+        quiet: whether no progress is shown.
     """
-    if len(runs) < 2:
-        raise typer.BadParameter("two or more runs are needed", param_hint="A B [C ...]")
-    if picture is not None and picture.suffix != ".html":
-        raise typer.BadParameter(f"{picture}: pictures are web pages, name a file that ends in .html")
     loaded: dict[Path, Any] = {}
-    for path in track(runs, "reading traces", console=Console(stderr=True), transient=True, disable=_quiet(as_json)):
+    for path in track(runs, "reading traces", console=Console(stderr=True), transient=True, disable=quiet):
         loaded[path] = _attempt(load_traces, path)
     reports: list[TraceReport] = []
     problems = list(dict.fromkeys(str(one) for one in loaded.values() if isinstance(one, MegasdcError)))
@@ -182,16 +162,7 @@ def compare_trace_files(
             reports.append(report)
         else:
             problems.append(str(report))
-    _show(reports, problems, limit, as_json)
-    if picture is not None and reports:
-        try:
-            write_page(trace_page(reports, limit), picture, "--picture")
-        except StorageError as error:
-            problems = [f"{error}; what differs is printed above"]
-            _show([], problems, limit, as_json=False)
-    if problems:
-        raise typer.Exit(NOT_COMPARED)
-    raise typer.Exit(SAME if all(report.same for report in reports) else DIFFERENT)
+    return RunComparison(reports, problems)
 
 
 def _attempt(function: Any, *args: Any) -> Any:
@@ -200,22 +171,3 @@ def _attempt(function: Any, *args: Any) -> Any:
         return function(*args)
     except MegasdcError as error:
         return error
-
-
-def _quiet(as_json: bool) -> bool:
-    return as_json or not sys.stderr.isatty()
-
-
-def _show(reports: list[TraceReport], problems: list[str], limit: int, as_json: bool) -> None:
-    if as_json:
-        result = {"comparisons": [report.as_dict(limit) for report in reports], "not_compared": problems}
-        echo(json.dumps(result, indent=2))
-    else:
-        print_pages(trace_page([report], limit) for report in reports)
-    for problem in problems:
-        echo(f"compare_traces: error: {problem}", err=True)
-
-
-def main() -> None:
-    """Runs the command line."""
-    run_program(lambda: app(prog_name="compare_traces"), "compare_traces", unwritten=NOT_COMPARED)

@@ -1,0 +1,1 @@
+"""Entry scripts of the ``deepspeed`` launcher: by path, or as modules with its option ``--module``."""
