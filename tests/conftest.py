@@ -8,6 +8,6 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """No garbage collection visits what exists now, which lives until the end, here or in forks, which share its pages."""
+    """No collection visits what exists now, which lives until the end, here or in forks, which share its pages."""
     gc.freeze()
     gc.enable()
