@@ -254,7 +254,9 @@ def _cost(file: MegasdcSection, replicas: int | None) -> str:
         most = {f"{sdc.budget_of(number):.2%}" for number in ((1, 2) if replicas is None else (replicas,))}
         which = "checks and audits" if file.audit.enabled else "checks"
         but = ", but for audits after checkpoints" * (file.audit.enabled and file.audit.verify_checkpoints)
-        parts.append(f"{which} at most {' to '.join(sorted(most))} of a step's time, measured while training{but}")
+        parts.append(
+            f"{which} at most {' to '.join(sorted(most))} of a step's time as measured, or else a warning{but}"
+        )
     elif detects(file):
         parts.append("checks as often as they are asked for, with no limit")
     if file.checkpoint.memory.interval:
