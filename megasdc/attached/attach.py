@@ -27,6 +27,7 @@ from megasdc.attached.copies import GuardCopies
 from megasdc.attached.coverage import guard_coverage
 from megasdc.attached.engine import check_engine, check_environment, dims_of, engine_precision
 from megasdc.attached.golden import GuardGolden
+from megasdc.attached.lifetime import Lifetime
 from megasdc.attached.nonfinite import GuardNonFinite
 from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.rows import GuardRows
@@ -42,6 +43,7 @@ from megasdc.common.errors import ConfigError, CorruptionError, StorageError
 from megasdc.common.host import deepspeed_buffer, remove_buffers
 from megasdc.common.origin import Origin, count_start
 from megasdc.common.versions import GUARD, check_private_names
+from megasdc.common.words import number_of
 from megasdc.config.guard import GuardSettings
 from megasdc.config.schema import idle_warnings
 from megasdc.determinism import set_deterministic
@@ -215,10 +217,8 @@ class Guard:
             training.events.emit_on_rank_0("start", "coverage", step=training.step - 1, table=table)
             if self.dims.rank == 0:
                 logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
-        names = [one.fqn for one in training.watched]
-        training.events.emit_on_rank_0(
-            "guard", "attached", layout=str(self.dims), interval=settings.audit.interval, watched=names
-        )
+        self._lifetime = Lifetime(training, self._checks(), says=trial is None)
+        self._at_end = weakref.finalize(self, self._lifetime.end)
 
     @property
     def audits(self) -> int:
@@ -237,6 +237,7 @@ class Guard:
 
     def close(self) -> None:
         """Undo everything; closing again does nothing."""
+        self._at_end()
         self._undo.close()
         _guarded.discard(self._training.engine)
 
@@ -290,6 +291,15 @@ class Guard:
             self._saves.after_load = self._go_on
             parts.append(self._budget)
         return parts
+
+    def _checks(self) -> list[str]:
+        """What the guard looks at, in words."""
+        settings = self._training.settings
+        every = settings.audit.interval
+        told = [] if self._audit is None else [f"audits every {number_of(every, 'step')}"]
+        told += ["audits of each device with itself"] if self._audit is not None and settings.audit.permuted else []
+        told += [part.name for part in self._parts if part.name]
+        return told
 
     def _go_on(self) -> None:
         """Begin again after a checkpoint was loaded, whose state is not what the last step has left."""
@@ -367,6 +377,7 @@ class Guard:
             for part in (*self._parts, self._saves):
                 part.after_step(step)
             room.waiting_s()  # writes what had no room before
+            self._lifetime.took_step(step, self.audits, 0 if self._audit is None else self._audit.agreed)
             if self._left is not None:
                 self._left -= 1
                 if self._left == 0:
@@ -407,6 +418,7 @@ class Guard:
         if trained_on and "not_reproduced" not in policy.model_fields_set:
             policy = policy.model_copy(update={"not_reproduced": "halt" if found.unrepaired else "repair"})
         action = choose_action(policy, found)
+        self._lifetime.findings += 1
         page = report_finding(
             *(training, training.suspects, step, found, action),
             *(partial(self._describe, fate), settings.health.alert_command),
@@ -416,7 +428,7 @@ class Guard:
             goes_on = "it is put right, and training goes on" if action == "repair" else "training goes on"
             logger.error("%s; %s", text, ENDS[fate] if action == "halt" else goes_on)
         if action == "halt":
-            training.events.emit_on_rank_0("end", "failed", step=step, exit_code=CorruptionExit.exit_code, message=text)
+            self._lifetime.fail(step, CorruptionExit.exit_code, text)
             raise CorruptionExit(text)
         return action
 

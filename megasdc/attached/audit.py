@@ -246,6 +246,7 @@ class GuardAudit(Protection):
 
     Attributes:
         count: number of audits that were made.
+        agreed: number of those in which all ranks agreed.
     """
 
     def __init__(self, training: Training, agreed: Callable[[int], None]) -> None:
@@ -253,7 +254,7 @@ class GuardAudit(Protection):
         self._training, self._engine, self._dims, self._world = training, engine, dims, world
         self._copies, self._emit, tell = training.copies, training.events.emit_on_rank_0, training.events.emit_on_rank_0
         self._agreed, self._first, self._interval = agreed, training.step, settings.audit.interval
-        self.count = 0
+        self.count = self.agreed = 0
         self._modules = _modules_of(engine.module)
         self._algorithm = training.algorithm
         self._buffers = StillBuffers(engine.module, self._algorithm, partial(gather_objects, group=training.copies))
@@ -294,6 +295,7 @@ class GuardAudit(Protection):
         elif agreed and len(self._comparable) < self._dims.pipeline * self._dims.tensor:
             self._emit("sdc", "audit_void", step=step, reason="replicas differ in hardware or versions")
         elif agreed:
+            self.agreed += 1
             self._agreed(step)
             seconds = round(time.monotonic() - began, 3)
             self._emit("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)

@@ -48,6 +48,8 @@ def check_bounds(specs: Sequence[HookSpec], engine: Any) -> None:
 class GuardBounds(Protection):
     """Part of a guard that bounds the gradients of each step; made after ``check_bounds``."""
 
+    name = "bounds of gradients"
+
     def __init__(self, training: Training) -> None:
         engine, specs = training.engine, training.settings.optimizer_hooks
         self._engine, self._interval, self._events = engine, training.settings.logging.interval, training.events

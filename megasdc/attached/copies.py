@@ -52,6 +52,7 @@ class GuardCopies(Protection):
     """
 
     what = "check"
+    name = "parameters of all replicas"
 
     def __init__(self, training: Training, audited: Callable[[int], bool]) -> None:
         self._training, self._audited = training, audited

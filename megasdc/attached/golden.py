@@ -329,6 +329,7 @@ class GuardGolden(Protection):
     """
 
     what = "golden trace"
+    name = "the golden trace"
 
     def __init__(self, training: Training) -> None:
         engine, dims, settings = training.engine, training.dims, training.settings

@@ -177,6 +177,8 @@ HIDDEN = "; the log of Trainer shows no loss that is not finite, since logging_n
 class GuardNonFinite(Protection):
     """Part of a guard that looks for NaN and Inf before each optimizer step; it only reports them."""
 
+    name = "NaN and Inf"
+
     def __init__(self, training: Training) -> None:
         engine, watched, settings = training.engine, training.watched, training.settings.nonfinite
         self._training, self._engine, self._watched, self._dims = training, engine, watched, training.dims

@@ -85,6 +85,7 @@ class GuardRows(Protection):
 
     what = "check"
     trained_on = True
+    name = "sums of rows"
 
     def __init__(self, training: Training, budget: GuardBudget) -> None:
         self._training, self._budget, self._model = training, budget.checks, training.engine.module

@@ -175,6 +175,8 @@ class GuardSlices(Protection):
         unclipped: the part that copies gradients which no other part changes any more.
     """
 
+    name = "slices of the optimizer"
+
     def __init__(
         self,
         training: Training,

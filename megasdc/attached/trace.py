@@ -17,6 +17,8 @@ from megasdc.sdc.tracer import TrainingTrace
 class GuardTrace(Protection):
     """Part of a guard that records every ``trace.interval``-th step, from its first forward pass to its end."""
 
+    name = "a trace of results"
+
     def __init__(self, training: Training) -> None:
         engine, algorithm = training.engine, training.algorithm
         patterns = training.settings.audit.submodules

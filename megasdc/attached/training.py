@@ -62,6 +62,8 @@ class Protection:
 
     what = "audit"
     """What has made its findings, as messages call it."""
+    name = ""
+    """What it looks at, in words, of a part that people may want to know of."""
     trained_on = False
     """Whether what it finds is part of the training, and not of a batch beside it."""
 

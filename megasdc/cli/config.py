@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -149,7 +148,9 @@ def _load(file: Path, overrides: Sequence[str], world_size: int | None) -> tuple
     from megasdc.config.checks import check_layout, layout_problems
     from megasdc.config.load import load_config
 
-    of_layout = (lambda found: []) if world_size is None else partial(layout_problems, world_size=world_size)
+    def of_layout(found: RunConfig) -> list[str]:
+        return [] if world_size is None else layout_problems(found, world_size)
+
     config = load_config(file, overrides, find_more=of_layout)
     layout = check_layout(config, world_size) if world_size is not None else None
     sections = config.megasdc

@@ -59,7 +59,8 @@ HINTS = {
     ),
     **dict.fromkeys(("plan",), "megasdc plan-run, megasdc plan-audit, megasdc plan-checkpoints"),
     **dict.fromkeys(
-        ("protect", "guard", "attach"), "megasdc.attach(engine, SETTINGS) in the script: docs/guides/attach.md"
+        ("protect", "guard", "attach"),
+        "megasdc launch --protect standard; in a script of your own megasdc.attach(engine, SETTINGS)",
     ),
     "help": "megasdc --help, megasdc COMMAND --help",
     "version": "megasdc --version",

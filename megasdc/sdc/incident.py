@@ -326,7 +326,8 @@ class Incident:
     @property
     def what_to_do(self) -> list[Instruction]:
         """Instructions for the engineer, in order."""
-        return [_leave_out(self), _verify_hosts(self), _go_on(self)]
+        would_decide = [] if self.flagged or self.owners else [_what_would_decide(self)]
+        return [_leave_out(self), _verify_hosts(self), *would_decide, _go_on(self)]
 
 
 def how_often(verdict: str, wrong: int, repeats: int) -> str:
@@ -386,6 +387,27 @@ def load_incidents(folder: Path, notes: list[str]) -> tuple[tuple[Path, Incident
         except (OSError, ValueError, TraceError) as error:
             notes.append(f"reports/{path.name} is left out: {error}")
     return tuple(found)
+
+
+def _what_would_decide(incident: Incident) -> Instruction:
+    """Instruction on what would have told which rank is wrong, for the next time."""
+    replicas = int(incident.environment.layout.get("data", 0))
+    majority = "a third replica gives a majority; " if replicas == 2 else ""
+    if incident.script is not None:
+        golden = (
+            "a golden trace tells who is right: with golden.record true a trusted start writes the file of sdc.golden"
+        )
+        return Instruction(
+            f"What would decide such a case next time: {majority}audit.permuted true compares each rank with itself; "
+            f"{golden}.",
+            ("megasdc check-config --guard GUARD.json --show",),
+        )
+    config = shlex.quote(_config(incident))
+    return Instruction(
+        f"What would decide such a case next time: {majority}megasdc.audit.permuted true compares each rank with "
+        "itself; a golden trace, recorded on trusted hosts and named in megasdc.sdc.golden, tells who is right.",
+        (f"megasdc golden record --config {config} --out trusted.golden",),
+    )
 
 
 def _leave_out(incident: Incident) -> Instruction:

@@ -248,14 +248,17 @@ def _earlier(incident: Incident) -> PageSection:
         (
             datetime.fromtimestamp(one.time, UTC).strftime("%Y-%m-%d %H:%M:%S"),
             *("" if one.step is None else one.step, one.rank, one.host, f"{one.kind} {one.name}"),
+            "" if one.attempt is None else f"{one.attempt}{' (this one)' if one.attempt == incident.attempt else ''}",
             ", ".join(f"{name} {json.dumps(value, default=str)}" for name, value in one.fields.items()),
         )
         for one in incident.earlier
     ]
     told = [] if rows else ["None are known that may belong to this one."]
+    if any(one.attempt != incident.attempt for one in incident.earlier):
+        told.append("Some are of earlier starts in the same folder, whose devices and faults may be others.")
     if incident.not_read:
         told.append("Not all files of the run could be read for this report:")
-    table = Table("earlier", ("time (UTC)", "step", "rank", "host", "what", "more"), rows)
+    table = Table("earlier", ("time (UTC)", "step", "rank", "host", "what", "start", "more"), rows)
     return PageSection("Earlier events", told, items=incident.not_read, tables=[table])
 
 

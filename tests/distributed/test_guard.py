@@ -22,6 +22,7 @@ from megasdc.attached import audit
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.common.origin import read_identity
 from megasdc.events import read_events
+from megasdc.ops.run_folder.summary import summarize_run
 from megasdc.sdc.incident import load_incidents
 from megasdc.sdc.trace import read_folder
 from tools.trainings.engines import (
@@ -661,6 +662,11 @@ def test_a_training_may_evaluate_load_and_be_guarded_again(tmp_path: Path) -> No
     (left_out,) = read_events(tmp_path / "one", kind="trace", name="left_out")
     assert (left_out.step, left_out.fields["recorded_as"]) == (5, 7)
     assert [one.step for one in read_events(tmp_path / "other", kind="audit", name="agreed")] == [1, 3]
+    for name, wanted in (("one", [(2, 2, 2, 2), (6, 4, 4, 4)]), ("other", [(3, 3, 2, 2)])):
+        closed = list(read_events(tmp_path / name, kind="guard", name="closed"))
+        names = ("steps", "audits", "agreed")
+        assert [(one.step, *(one.fields[what] for what in names)) for one in closed] == wanted
+        assert summarize_run(tmp_path / name).finished and {one.fields["findings"] for one in closed} == {0}
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------

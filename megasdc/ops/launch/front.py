@@ -42,7 +42,7 @@ from megasdc.ops.launch.launch_verdict import (
     read_met,
 )
 from megasdc.ops.launch.on_host import files, private
-from megasdc.ops.launch.plan import LaunchPlan, plan_launch
+from megasdc.ops.launch.plan import LaunchPlan, RankProgram, plan_launch
 from megasdc.ops.launch.process import LauncherProcess
 from megasdc.ops.launch.records import records_dir
 from megasdc.ops.launch.remote import MAX_PARALLEL, HostWatch
@@ -224,6 +224,8 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
     if dry_run:
         print_front_message(f"would run: {shlex.join(plan.shown_command)}")
         return _result(plan, LaunchVerdict(0, None, None, ["checks passed; nothing was started"]), None)
+    if note := first_compilation(plan.program, plan.needs.extensions):
+        print_front_message(note)
     away: dict[str, str] = {}
     with _holding(plan), _meeting(plan, away) as plan:
         with listening_for_agents(plan) as agents:
@@ -236,6 +238,27 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
         for line in (*verdict.lines, *lines_of(result.met)):
             print_front_message(line)
     return result
+
+
+def first_compilation(program: RankProgram, extensions: str | None) -> str | None:
+    """A sentence on what DeepSpeed compiles in the first start on this host, and how to avoid it; None: nothing is.
+
+    Args:
+        extensions: folder of compiled extensions; None: not known.
+    """
+    asks = "ninja" in program.compilers  # DeepSpeed's own Adam; which optimizer a user's script takes is not known
+    if extensions is None or not (asks or program.is_users):
+        return None
+    found = {path.parent.name for path in Path(extensions).glob("*/*.so")}
+    if any("adam" in name for name in found) if asks else found:
+        return None
+    what = (
+        "its own Adam"
+        if asks
+        else "what a training uses, on a CPU its communication and unless told otherwise its Adam"
+    )
+    remedy = "optimizer.params.torch_adam true takes PyTorch's Adam, which needs no compiler"
+    return f"DeepSpeed compiles {what} in the first start on a host, a minute or more, into {extensions}; {remedy}"
 
 
 def _left_locks(plan: LaunchPlan, away: Mapping[str, str]) -> list[str]:

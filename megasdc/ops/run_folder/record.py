@@ -227,8 +227,9 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Last step of any metric, or of an event since the last start, audits excepted; 0: none."""
-        told = [one.step for one in self.since_last_start(self.events) if one.step is not None and one.kind != "audit"]
+        """Last step of any metric, or of an event since the last start, audits excepted but of a guard; 0: none."""
+        left_out = "audit" if self.config else None  # they are of the step before it is taken
+        told = [one.step for one in self.since_last_start(self.events) if one.step is not None and one.kind != left_out]
         return max([*told, *(int(one.steps[-1]) for one in self.series.values())], default=0)
 
 

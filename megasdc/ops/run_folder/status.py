@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
-from megasdc.common.words import clock, duration
+from megasdc.common.words import clock, duration, number_of
 from megasdc.ops.run_folder.record import RunRecord
 
 SILENT_S = 120.0
@@ -29,6 +30,48 @@ class RunStatus:
     text: str
 
 
+@dataclass(frozen=True)
+class GuardStatus:
+    """What the last guard of a training, which is not megasdc's own, has done since its last start.
+
+    ``checks``: what it looks at, empty of an earlier version; ``steps``: None while it is attached, or where its end
+    was not recorded; ``findings``: number of findings, each of one step and check.
+    """
+
+    layout: str
+    checks: tuple[str, ...]
+    steps: int | None
+    audits_agreed: int
+    findings: int
+    closed: bool
+
+    def __str__(self) -> str:
+        steps = [] if self.steps is None else [number_of(self.steps, "step")]
+        told = [*steps, f"{number_of(self.audits_agreed, 'audit')} agreed", number_of(self.findings, "finding")]
+        checks = f" ({', '.join(self.checks)})" if self.checks else ""
+        return f"{', '.join(told)}; {self.layout}{checks}"
+
+
+def guard_of(run: RunRecord) -> GuardStatus | None:
+    """The guard of a training; None: it has none."""
+    bounds = run.since_last_start(run.of("guard", "attached", "closed"))
+    begun = [place for place, one in enumerate(bounds) if one.name == "attached"]
+    if not begun:
+        return None
+    attached, ends = bounds[begun[-1]], bounds[begun[-1] + 1 :]
+    since = [one for one in run.since_last_start(run.events) if one.time >= attached.time]
+    verdicts = {(one.step, one.fields.get("tier")) for one in since if (one.kind, one.name) == ("sdc", "verdict")}
+    agreed = sum((one.kind, one.name) == ("audit", "agreed") for one in since)
+    return GuardStatus(
+        layout=str(attached.fields.get("layout")),
+        checks=tuple(map(str, attached.fields.get("checks", ()))),
+        steps=int(ends[-1].fields["steps"]) if ends else None,
+        audits_agreed=agreed,
+        findings=len(verdicts),
+        closed=bool(ends),
+    )
+
+
 def status_of(run: RunRecord) -> RunStatus:
     """Progress and state of a run."""
     step, planned = run.last_step, run.setting("megasdc.training.steps")
@@ -49,8 +92,9 @@ def status_of(run: RunRecord) -> RunStatus:
                 "done", step, planned, f"done, all {step:,} steps." if 1 < step == planned else f"done at {at}."
             )
         return RunStatus("stopped", step, planned, f"stopped at {at}: {reason}.")
-    if ending is not None and not run.config:  # of a training that is not megasdc's own
-        return RunStatus("done", step, planned, "done.")
+    guard = guard_of(run)
+    if (ending is not None and not run.config) or (guard is not None and guard.closed):  # a training of the user's own
+        return RunStatus("done", step, planned, f"done at {at}." if step else "done.")
     if run.written_at is None:
         return RunStatus("silent", step, planned, "nothing was written yet.")
     quiet_s = run.quiet_s or 0.0
@@ -62,10 +106,11 @@ def status_of(run: RunRecord) -> RunStatus:
 
 
 def _window_s(run: RunRecord) -> float:
-    """Approximate seconds between two lines of metrics."""
+    """Approximate seconds between two lines of metrics, or of events where there are no metrics."""
     seconds = run.series.get("speed/step_s")
-    if seconds is None:
-        return 0.0
+    if seconds is None:  # of a guard, which writes events alone
+        times = [one.time for one in run.since_last_start(run.events) if one.rank == 0]
+        return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
     steps = run.series["speed/step_s"].steps
     between = int(steps[-1] - steps[-2]) if len(steps) > 1 else int(steps[-1])
     return between * float(seconds.values[-1])

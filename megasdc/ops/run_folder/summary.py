@@ -19,7 +19,7 @@ from megasdc.ops.health.hosts import last_step_seen
 from megasdc.ops.health.incident_file import HangIncident
 from megasdc.ops.launch.launch_verdict import SHOWN, Met
 from megasdc.ops.run_folder.record import CONFIG_FILE, LaunchEnding, RunRecord, load_run
-from megasdc.ops.run_folder.status import status_of
+from megasdc.ops.run_folder.status import GuardStatus, guard_of, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import Goodput, goodput_of
 from megasdc.ops.supervise.met import all_met
@@ -92,7 +92,8 @@ class RunSummary:
     ``stragglers``: ranks that were slower than their peers since the last start; ``hangs``: oldest first; ``archive``:
     what is in it and what failed, None: nothing was to be archived; ``goodput``: None: it was not supervised;
     ``met``: faults and standstills of all starts, hosts that were replaced and steps back, with what to do, oldest
-    first; ``clocks``: of the last launch, how hosts' dates differed, a sentence each.
+    first; ``clocks``: of the last launch, how hosts' dates differed, a sentence each; ``state`` and ``end``: see
+    ``RunStatus``; ``guard``: None: the training has none.
     """
 
     run_dir: str
@@ -117,11 +118,16 @@ class RunSummary:
     clocks: tuple[str, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     met: tuple[Met, ...] = ()
+    state: str = ""
+    end: str = ""
+    guard: GuardStatus | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether all planned steps were reported and nothing failed afterwards."""
-        return self.failure is None and self.planned_steps is not None and self.steps >= self.planned_steps
+        """Whether all planned steps were reported and nothing failed afterwards; of a user's own training, its end."""
+        if self.planned_steps is None:
+            return self.failure is None and self.state == "done"
+        return self.failure is None and self.steps >= self.planned_steps
 
 
 def summarize_run(run_dir: Path | str) -> RunSummary:
@@ -136,8 +142,10 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
     run = load_run(folder)
     rows = read_metrics(folder)
     trained = [row for row in rows if "train/loss" in row]
-    failed = status_of(run).state == "failed"
-    if not (failed or (run.config and trained) or (run.ending is not None and not run.config)):
+    status = status_of(run)
+    failed = status.state == "failed"
+    guard = guard_of(run)
+    if not (failed or (run.config and trained) or ((run.ending or guard) is not None and not run.config)):
         raise DataError(f"{folder} holds no run that has reported a step; train one with megasdc launch")
     sections = None
     if run.config:
@@ -149,7 +157,7 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
     first, last = (trained[0], trained[-1]) if trained else ({}, {})
     return RunSummary(
         run_dir=str(folder),
-        steps=last["step"] if trained else last_step_seen(folder),
+        steps=last["step"] if trained else max(last_step_seen(folder), 0 if run.config else run.last_step),
         planned_steps=None if sections is None else sections.training.steps,
         first_loss=first.get("train/loss"),
         last_loss=last.get("train/loss"),
@@ -170,6 +178,9 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
         clocks=tuple(describe_differing_dates(folder / "health")),
         skipped=tuple(_skipped(run)),
         met=tuple(all_met(folder)),
+        state=status.state,
+        end=status.text,
+        guard=guard,
     )
 
 
@@ -310,9 +321,14 @@ def _unigram_entropy(data: Path) -> float | None:
 
 def render(summary: RunSummary) -> str:
     """The summary as text for a terminal."""
+    of_user = summary.planned_steps is None and bool(summary.end)  # a training whose length is not known
     planned = "?" if summary.planned_steps is None else summary.planned_steps
     skipped = f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else ""
-    lines = [f"run folder        {summary.run_dir}", f"steps             {summary.steps} of {planned}{skipped}"]
+    lines = [f"run folder        {summary.run_dir}"]
+    lines += [f"end               {summary.end}"] if of_user else []
+    lines.append(f"steps             {summary.steps} of {planned}{skipped}")
+    if summary.guard is not None:
+        lines.append(f"guard             {summary.guard}")
     if summary.failure is not None:
         lines += _render_failure(summary.failure)
     lines += [f"skipped           {one}" for one in summary.skipped[-_SHOWN_SKIPS:]]

@@ -29,6 +29,10 @@ _HOW_TO_WATCH = (
     "Ranks are not watched: start the run with megasdc.health.enabled=true to see what each is doing, and to have a "
     "run that is stuck named and ended."
 )
+_HOW_TO_WATCH_GUARDED = (
+    "Ranks are not watched: launch the training with `megasdc run -- deepspeed ...` to see what each is doing, and to "
+    "have a run that is stuck named and ended."
+)
 _HEADINGS = ("host", "rank", "step", "micro", "phase", "for", "process", "")
 _NUMBERS = {"rank", "step", "micro", "for", "ranks"}
 
@@ -87,7 +91,8 @@ def _numbers(view: RunView) -> Iterable[str]:
 def _hosts(view: RunView, room: int | None) -> list[RenderableType]:
     """A row a rank where they fit, else a row a host, those to look at first; and what is not shown."""
     if not view.hosts:
-        return [Text("no agent has written yet") if view.health else Text(_HOW_TO_WATCH, style="yellow")]
+        how = _HOW_TO_WATCH if view.guard is None else _HOW_TO_WATCH_GUARDED
+        return [Text("no agent has written yet") if view.health else Text(how, style="yellow")]
     rows = [row for host in view.hosts for row in _rank_rows(view, host)]
     if room is None or len(rows) <= room:
         return [_table(_HEADINGS, rows)]
@@ -168,6 +173,7 @@ def _slow(view: RunView, one: RankPosition) -> Text:
 
 def _foot(view: RunView) -> list[RenderableType]:
     lines: list[RenderableType] = [Text("")]
+    lines += [] if view.guard is None else [Text(f"guard: {view.guard}")]
     for one in view.slow:
         who = f"{one['host']}, ranks {', '.join(map(str, one['ranks']))}"
         ratio, since = one["ratio"], one["since_step"]

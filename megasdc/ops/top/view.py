@@ -39,7 +39,7 @@ from megasdc.ops.run_folder.record import (
     series_of,
     since_begun_anew,
 )
-from megasdc.ops.run_folder.status import SILENT_S, RunStatus, status_of
+from megasdc.ops.run_folder.status import SILENT_S, GuardStatus, RunStatus, guard_of, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import goodput_of
 from megasdc.ops.supervise.met import all_met
@@ -158,7 +158,8 @@ class RunFollower:
             new.append(added_rows(self._event_files[path])[0])
         for event in in_order(new):
             self._rank_hosts[event.rank] = event.host
-            if event.kind in ("start", "end"):
+            of_guard = event.kind == "guard" or (event.kind == "audit" and not (self._folder / CONFIG_FILE).exists())
+            if event.kind in ("start", "end") or of_guard:
                 self._bounds.append(event)
             elif lane_of(event) not in ("", FAULT):
                 self._events.append(event)
@@ -242,6 +243,7 @@ class RunView:
         events: the last ones, oldest first.
         local_clock: ages are by this host's clock, since no file could be made in the run folder.
         notes: what was left out, clocks that differ, and a folder without room, a sentence each.
+        guard: what the guard of a training has done; None: it has none.
     """
 
     run_dir: str
@@ -267,6 +269,7 @@ class RunView:
     events: tuple[str, ...]
     local_clock: bool
     notes: tuple[str, ...]
+    guard: GuardStatus | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -341,6 +344,7 @@ class RunWatcher:
             events=_last_events(run),
             local_clock=self._clock.is_local,
             notes=tuple(notes),
+            guard=guard_of(run),
         )
 
     def _is_starting_again(self, run: RunRecord) -> bool:
@@ -385,7 +389,7 @@ def _state_of(look: FolderView, hosts: Sequence[HostPosition]) -> tuple[str, Run
     ended = [one.age_s for one in hosts if one.state == "ended"]
     if ended and len(ended) == len(hosts) and min(ended) < quiet_s + LOST_S:  # else they are of the start before
         return ("gone" if quiet_s > LOST_S else "ending"), status
-    if run.written_at is None or not run.series:
+    if run.written_at is None or not (run.series or guard_of(run)):
         return ("starting" if quiet_s <= SILENT_S else "silent"), status
     return status.state, status
 

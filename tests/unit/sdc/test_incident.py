@@ -494,3 +494,29 @@ def test_heat_maps_merge_only_what_is_equal() -> None:
         assert len(full.rows) == MAX_ROWS
         assert full.note == ("" if rows == MAX_ROWS else "1 more rows, of later results, are not shown.")
     assert ranges([5, 3, 0, 1, 2, 9]) == "0-3, 5, 9"
+
+
+def test_an_undecided_case_says_what_would_decide_it() -> None:
+    """A third replica only where there are two; another check; a golden trace. A decided one says nothing of that."""
+    ranks = places(ParallelDims(1, 1, 2), ["alpha", "beta"])
+    disputed = tuple(DisputedRank(**vars(one), first=Address(1, 0, FORWARD, "a", "output"), got="00") for one in ranks)
+    two = Environment({"torch": "2.13.0"}, {"tensor": 1, "pipeline": 1, "data": 2}, "bf16")
+    undecided = {"verdict": "inconclusive", "flagged": (), "disputed": disputed, "ranks": ranks, "environment": two}
+    told = checked(render_page(incident(**undecided), "x.json")).text
+    for what in ("a third replica", "megasdc.audit.permuted true", "megasdc.sdc.golden", "golden record --config"):
+        assert what in told
+    script = Script("deepspeed train.py", 3, "not taken")
+    of_guard = checked(render_page(incident(**undecided, script=script), "x.json")).text
+    assert "golden.record true" in of_guard and " audit.permuted true" in of_guard
+    of_three = incident(**{**undecided, "environment": incident().environment})
+    assert "a third replica" not in checked(render_page(of_three, "x.json")).text
+    assert "would decide" not in render_page(incident(), "x.json")
+
+
+def test_earlier_events_of_other_starts_are_told_apart() -> None:
+    """Each has the number of its start, and a line says that there are others."""
+    event = incident().earlier[0]
+    earlier = (replace(event, attempt=1), replace(event, attempt=2))
+    told = checked(render_page(incident(attempt=2, earlier=earlier), "x.json")).text
+    assert "2 (this one)" in told and "Some are of earlier starts" in told
+    assert "Some are of" not in checked(render_page(incident(attempt=2, earlier=earlier[1:]), "x.json")).text

@@ -17,6 +17,7 @@ from megasdc.config.deepspeed import precision_of
 from megasdc.config.faults import DelaySpec, FaultSpec, ProcessFaultSpec
 from megasdc.config.hooks import HookSpec
 from megasdc.ops.run_folder.record import RunRecord
+from megasdc.ops.run_folder.status import guard_of
 
 LISTED_HOSTS = 12
 """Maximum of hosts that are named."""
@@ -45,9 +46,10 @@ _NAMED = {
 
 
 def highlights(run: RunRecord) -> dict[str, str]:
-    """The main settings of a configuration, by name; empty where it is not known."""
+    """The main settings of a configuration, by name, or what a guard did; empty where it is not known."""
     if not run.config:
-        return {}
+        guard = guard_of(run)
+        return {} if guard is None else {"guard": str(guard)}
     found = {"model": _model(run), "precision": precision_of(run.config)}
     found |= {name: format_value(value) for name, path in _NAMED.items() if (value := run.setting(path)) is not None}
     return found | _features(run)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ from megasdc.ops.launch.checks import (
     master_address,
     version_problems,
 )
-from megasdc.ops.launch.front import launch_run
+from megasdc.ops.launch.front import first_compilation, launch_run
 from megasdc.ops.launch.hosts import Placement
 from megasdc.ops.launch.on_host import files, probe
 from megasdc.ops.launch.remote import HostModule, HostWatch, Transport, patience_s
@@ -532,3 +533,22 @@ def test_the_load_of_this_host_is_read(tmp_path: Path) -> None:
     first, *_, last = subprocess.run(Transport(False).load_command, capture_output=True, check=True).stdout.split()
     assert float(first) >= 0 and int(last) == os.cpu_count()
     assert [patience_s(60.0, load, 4) for load in (0.0, 4.0, 8.0, 400.0)] == [60.0, 60.0, 180.0, 600.0]
+
+
+def test_a_first_start_says_what_is_compiled_and_how_to_avoid_it(tmp_path: Path) -> None:
+    """Where DeepSpeed's Adam is asked for and not compiled yet, and in a user's first start of all."""
+    own, plain = {"ninja": "optimizer.params.torch_adam false"}, dict[str, str]()
+
+    def note(compilers: dict[str, str], is_users: bool) -> str | None:
+        program: Any = SimpleNamespace(compilers=compilers, is_users=is_users)
+        return first_compilation(program, str(tmp_path))
+
+    for found in (note(own, False), note(plain, True)):
+        assert found is not None and "optimizer.params.torch_adam true" in found and str(tmp_path) in found
+    assert note(plain, False) is None
+    for name in ("deepspeed_shm_comm", "cpu_adam"):
+        assert note(own, False) is not None
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.so").touch()
+        assert note(plain, True) is None
+    assert note(own, False) is None

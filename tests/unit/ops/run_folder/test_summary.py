@@ -28,11 +28,13 @@ from megasdc.common.origin import Origin
 from megasdc.common.run_lock import Holder, LockedFolders, acquire_lock
 from megasdc.engine.hooks import RunEnd, RunProgress
 from megasdc.events import EventLog, read_events
+from megasdc.lab.report.run_pages.facts import highlights
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, write_done, write_started
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.summary import LaunchFailure, RunSummary, render, summarize_run
 from megasdc.ops.supervise.journal import FOLDER, Journal
+from megasdc.ops.top.view import RunWatcher
 from megasdc.pretrain import pretrain
 from megasdc.train.main import report_end, report_failure
 
@@ -360,3 +362,37 @@ def test_the_archive_has_its_line(tmp_path: Path) -> None:
     log.close()
     said = render(summarize_run(folder)).splitlines()
     assert "archived          up to step 20 in s3://b/a; 1 failed, the last of step 10: no route" in said
+
+
+def _guarded(folder: Path, *, closed: bool) -> Path:
+    """The run folder of a training with a guard: two audits that agreed, and one finding that was put right."""
+    log = EventLog(folder, 0)
+    checks = ["audits every 5 steps", "NaN and Inf"]
+    log.emit("guard", "attached", layout="TP1 x PP1 x DP2", interval=5, watched=["a"], checks=checks)
+    for step in (1, 5):
+        log.emit("audit", "agreed", step=step, compared=10, seconds=0.1)
+    log.emit("sdc", "verdict", step=6, tier="state", action="repair")
+    if closed:
+        log.emit("guard", "closed", step=7, steps=7, audits=2, agreed=2, findings=1)
+    log.close()
+    return folder
+
+
+def test_a_training_with_a_guard_is_summarized(tmp_path: Path) -> None:
+    """Steps, audits, checks and the end; one whose guard was not closed is not finished."""
+    found = summarize_run(_guarded(tmp_path / "closed", closed=True))
+    said = render(found)
+    assert (found.state, found.steps, found.finished) == ("done", 7, True)
+    assert "7 steps, 2 audits agreed, 1 finding; TP1 x PP1 x DP2 (audits every 5 steps, NaN and Inf)" in said
+    assert "end               done at step 7." in said
+    running = summarize_run(_guarded(tmp_path / "open", closed=False))
+    assert (running.state, running.steps, running.finished) == ("running", 6, False)
+    assert "guard             2 audits agreed, 1 finding; TP1" in render(running)
+
+
+def test_top_and_report_tell_of_a_guard(tmp_path: Path) -> None:
+    """They called a training that had ended well unfinished, and one under way starting."""
+    view = RunWatcher(_guarded(tmp_path / "closed", closed=True)).read()
+    assert (view.state, view.over, view.step) == ("done", True, 7) and "7 steps, 2 audits" in str(view.guard)
+    assert RunWatcher(_guarded(tmp_path / "open", closed=False)).read().state == "running"
+    assert "2 audits agreed" in highlights(load_run(tmp_path / "closed"))["guard"]
