@@ -181,7 +181,7 @@ def load_weights(checkpoint: Path | str) -> dict[str, Tensor]:
     for name in parameter_splits(source.model):
         index, rest = split_name(name)
         names.setdefault(index, []).append((torch_name(name), torch_name(rest)))
-    found = {}
+    found: dict[str, Tensor] = {}
     for index, own in sorted(names.items()):
         layer = source.layer(index)
         found |= {name: layer[rest] for name, rest in own}
