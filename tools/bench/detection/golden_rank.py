@@ -38,6 +38,7 @@ from megasdc.tensors.checksum import default_algorithm
 from megasdc.train.detection.golden import Workload, workload_cases, workload_config
 from megasdc.train.detection.golden_key import golden_key
 from tools.bench.rank import Messages, join_ranks
+from tools.bench.small.gpt import raw_config
 from tools.trainings.styles import LLAMA
 
 PHASES = (FORWARD, BACKWARD, WEIGHT_GRAD, COLLECTIVE, OPTIMIZER_STATE, UPDATE, PARAMETER)
@@ -116,20 +117,13 @@ def campaign_config(
     tensor, pipeline, _ = request["layout"]
     style = {} if request["style"] == "gpt" else {**LLAMA, "num_query_groups": 2}
     model = {**MODEL, "num_layers": layers, **style, "fuse": request["fuse"], **sections.pop("model", {})}
-    raw: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "megasdc": {
-            "model": model,
-            "data": {"path": "unused", "sequence_length": MODEL["max_positions"]},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "threads": 1},
-            "training": {"steps": 2},
-            "golden": {"vocab_size": VOCABULARY},
-            "logging": {"run_dir": request["folder"]},
-            **sections,
-        },
+    own = {
+        "parallel": {"tensor": tensor, "pipeline": pipeline, "threads": 1},
+        "golden": {"vocab_size": VOCABULARY},
+        **sections,
     }
+    deepspeed = {"gradient_accumulation_steps": micro_batches}
+    raw = raw_config(request["folder"], Path("unused"), model, MODEL["max_positions"], 2, own, deepspeed)
     if request["precision"] == "bf16":
         raw["bf16"] = {"enabled": True}
     return raw

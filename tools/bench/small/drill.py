@@ -20,6 +20,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.parallel.local_ranks import LocalMeeting, local_rank_environment
 from megasdc.parallel.processes import Process, start_module
 from tools.bench.rank import Messages, request_of
+from tools.bench.small.gpt import prepare_library, raw_config
 
 if TYPE_CHECKING:
     from megasdc.engine.hooks import Hook
@@ -36,8 +37,6 @@ _NEW_NAMES = 0x04000000
 
 def prepare_texts(folder: Path) -> Path:
     """Tokens of some modules of Python's library, in a folder in this one, which is returned."""
-    from tools.bench.small.gpt import prepare_library
-
     return prepare_library(folder / "data", 500, "[at]*.py", characters=200_000)
 
 
@@ -58,22 +57,14 @@ def write_drill(
     """
     tensor, pipeline, replicas = layout
     own: dict[str, Any] = {
-        "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "max_positions": 32},
-        "data": {"path": str(data), "sequence_length": 32},
         "parallel": {"tensor": tensor, "pipeline": pipeline, "timeout_s": 120.0},
-        "training": {"steps": steps},
-        "logging": {"run_dir": str(path.parent / "run"), "interval": 1, "progress_bar": False},
+        "logging": {"interval": 1, "progress_bar": False},
     }
     for name, values in sections.items():
-        own[name] = {**own[name], **values} if name in own and isinstance(values, Mapping) else values
-    raw = {
-        "train_batch_size": 2 * replicas,
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        **(deepspeed or {}),
-        "megasdc": own,
-    }
+        own[name] = {**own.get(name, {}), **values} if isinstance(values, Mapping) else values
+    model = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    more = {"train_batch_size": 2 * replicas, **(deepspeed or {})}
+    raw = raw_config(path.parent / "run", data, model, 32, steps, own, more)
     path.write_text(json.dumps(raw), encoding="utf-8")
     return path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,41 @@ class SmallGpt:
         return found
 
 
+def raw_config(
+    folder: Path | str,
+    data: Path,
+    model: Mapping[str, Any],
+    sequence: int,
+    steps: int,
+    sections: Mapping[str, Mapping[str, Any] | Sequence[Any]],
+    deepspeed: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The configuration of a run of a benchmark, as JSON holds it.
+
+    Args:
+        folder: where the run writes.
+        data: prepared.
+        model: that section, without what follows from the tokens of a sample.
+        sections: of megasdc; of those that are here, too, their fields come first.
+        deepspeed: more of DeepSpeed's.
+    """
+    own: dict[str, Any] = {
+        "model": {**model, "max_positions": sequence},
+        "data": {"path": str(data), "sequence_length": sequence},
+        "training": {"steps": steps},
+        "logging": {"run_dir": str(folder)},
+    }
+    for name, values in sections.items():
+        own[name] = {**own[name], **values} if name in own and isinstance(values, Mapping) else values
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **deepspeed,
+        "megasdc": own,
+    }
+
+
 def small_config(
     gpt: SmallGpt,
     folder: Path,
@@ -68,35 +104,26 @@ def small_config(
         data: folder of prepared data; None: tokens are in memory.
     """
     tensor, pipeline = layout
-    return {
+    own = {
+        "parallel": {"tensor": tensor, "pipeline": pipeline, "threads": 1, "timeout_s": 600.0},
+        "training": training or {},
+        "logging": {"interval": steps, "progress_bar": False},
+    }
+    model = {"num_layers": gpt.layers, "hidden_size": gpt.hidden, "num_attention_heads": gpt.hidden // HEAD_WIDTH}
+    schedule = {
+        "warmup_num_steps": max(2, steps // 10),
+        "total_num_steps": steps,
+        "warmup_type": "linear",
+        "cos_min_ratio": 0.1,
+    }
+    more = {
         "train_micro_batch_size_per_gpu": gpt.micro_batch,
         "gradient_accumulation_steps": gpt.micro_batches,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {
-                "warmup_num_steps": max(2, steps // 10),
-                "total_num_steps": steps,
-                "warmup_type": "linear",
-                "cos_min_ratio": 0.1,
-            },
-        },
-        "megasdc": {
-            "model": {
-                "num_layers": gpt.layers,
-                "hidden_size": gpt.hidden,
-                "num_attention_heads": gpt.hidden // HEAD_WIDTH,
-                "max_positions": gpt.sequence,
-            },
-            "data": {"path": str(data or folder), "sequence_length": gpt.sequence},
-            "parallel": {"tensor": tensor, "pipeline": pipeline, "threads": 1, "timeout_s": 600.0},
-            "training": {"steps": steps, **(training or {})},
-            "logging": {"run_dir": str(folder), "interval": steps, "progress_bar": False},
-            **sections,
-        },
+        "scheduler": {"type": "WarmupCosineLR", "params": schedule},
     }
+    return raw_config(folder, data or folder, model, gpt.sequence, steps, {**own, **sections}, more)
 
 
 def prepare_library(folder: Path, vocab: int, pattern: str = "*.py", characters: int = 1_000_000) -> Path:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megasdc.config.load import RunConfig, parse_config
 from tools.bench.options import Options, option
+from tools.bench.small.gpt import raw_config
 from tools.trainings.styles import LLAMA
 
 HEAD_WIDTH = 64
@@ -86,31 +87,17 @@ def run_config(options: TrainBenchOptions, folder: Path, devices: int = 0) -> Ru
         folder: where the run writes; also stands for the data, which are in memory.
         devices: GPUs of this host, which the ranks share where there are fewer; 0: ranks compute on its processor.
     """
-    config: dict[str, Any] = {
+    heads = options.hidden // HEAD_WIDTH
+    sizes = {"num_layers": options.layers, "hidden_size": options.hidden, "num_attention_heads": heads}
+    shared = 0 < devices < options.ranks
+    parallel = {"threads": options.threads, "timeout_s": 600.0, "share_devices": shared}
+    model = {**sizes, **LLAMA, "fuse": options.fuse}
+    more = {
         "train_micro_batch_size_per_gpu": options.micro_batch,
         "gradient_accumulation_steps": options.accumulation,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "megasdc": {
-            "model": {
-                "num_layers": options.layers,
-                "hidden_size": options.hidden,
-                "num_attention_heads": options.hidden // HEAD_WIDTH,
-                "max_positions": options.sequence,
-                **LLAMA,
-                "fuse": options.fuse,
-            },
-            "data": {"path": str(folder), "sequence_length": options.sequence},
-            "parallel": {
-                "threads": options.threads,
-                "timeout_s": 600.0,
-                "share_devices": 0 < devices < options.ranks,
-            },
-            "training": {"steps": options.total_steps},
-            "logging": {"run_dir": str(folder)},
-        },
     }
+    config = raw_config(folder, folder, model, options.sequence, options.total_steps, {"parallel": parallel}, more)
     if options.precision == "bf16":
         config["bf16"] = {"enabled": True}
     return parse_config(config, source="the benchmark's options")
