@@ -163,6 +163,12 @@ def tables(
         yield table(f"{what} by {title}", (title, *columns), [*rows, ("all", *map(str, row_of(outcomes)))], total=True)
 
 
+def median_and_most(values: Iterable[float], form: str = "") -> str:
+    """Of what the outcomes of a row took; ``form``: how a value is shown."""
+    found = sorted(values)
+    return f"{found[len(found) // 2]:{form}}, {found[-1]:{form}}" if found else "-"
+
+
 def grouped(outcomes: Iterable[Outcome], key: Callable[[Outcome], str]) -> dict[str, list[Outcome]]:
     """Outcomes by group, in the order of the groups' names."""
     groups: dict[str, list[Outcome]] = {}

@@ -131,9 +131,9 @@ def by_kind(messages: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A folder for what ranks write, removed in the end."""
-    with TemporaryDirectory(prefix="megasdc_bench_") as folder:
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """A folder for what ranks write, removed in the end; in another folder than that of temporary files if asked."""
+    with TemporaryDirectory(prefix="megasdc_bench_", dir=parent) as folder:
         yield Path(folder)
 
 

@@ -59,7 +59,7 @@ class Result:
         for part in self.report():
             console.print(part, soft_wrap=isinstance(part, str))
         if "passed" in self.also:
-            console.print("pass" if self.passed else "FAIL")
+            console.print(verdict(self.passed))
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class Comparison:
         """A row for each quantity, with its interval, bar and verdict."""
         bar, rows = self.bar, []
         for name, ratio in self.ratios.items():
-            interval, told, verdict = f"{ratio.low:.4f} - {ratio.high:.4f}", "none", "-"
+            interval, told, came = f"{ratio.low:.4f} - {ratio.high:.4f}", "none", "-"
             if bar is not None:
                 told = f"median <= {bar}, upper end <= {bar + SLACK:.2f}"
-                verdict = "pass" if ratio.passes(bar, SLACK) else "FAIL"
+                came = verdict(ratio.passes(bar, SLACK))
             coverage = f"{100 * ratio.coverage:.1f} %"
-            rows.append([name, f"{ratio.median:.4f}", interval, coverage, str(ratio.count), told, verdict])
+            rows.append([name, f"{ratio.median:.4f}", interval, coverage, str(ratio.count), told, came])
         columns = ("time, ours / theirs", "median", "interval of the median", "coverage", "pairs", "bar", "verdict")
         return table(title, columns, rows)
 
@@ -154,6 +154,11 @@ def _cells(one: Table) -> dict[str, Any]:
     columns = [list(column.cells) for column in one.columns]
     headings = [str(column.header) for column in one.columns]
     return {"title": str(one.title), "columns": headings, "rows": [list(row) for row in zip(*columns, strict=True)]}
+
+
+def verdict(passed: bool) -> str:
+    """As tables and lines show it."""
+    return "pass" if passed else "FAIL"
 
 
 def interval(estimate: Estimate, digits: int = 3, scale: float = 1.0, link: str = " to ") -> str:

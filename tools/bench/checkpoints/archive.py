@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from megasdc.ops.archive.push import push_checkpoint
 from megasdc.parallel.run_ranks import TAIL_CHARACTERS
 from tools.bench.checkpoints.options import ArchiveBenchOptions
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Progress, ignore_progress
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
 from tools.bench.result import Report, Result, table
 from tools.bench.small.gpt import prepare_library, small_config
 
@@ -126,10 +125,10 @@ def bench_archive(options: ArchiveBenchOptions, on_progress: Progress = ignore_p
     """Measure on this machine."""
     machine = describe_machine()
     found = {}
-    with tempfile.TemporaryDirectory(prefix="megasdc_") as scratch:
-        data = prepare_library(Path(scratch) / "data", options.gpt.vocab, "a*.py")
+    with scratch_folder() as scratch:
+        data = prepare_library(scratch / "data", options.gpt.vocab, "a*.py")
         for precision in options.precisions.split(","):
-            folder = Path(scratch) / precision
+            folder = scratch / precision
             folder.mkdir()
             found[precision] = _measure(options, precision, folder, data, on_progress)
     return ArchiveResult(machine, options, found)

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +28,8 @@ from megasdc.lab.checkpoints.views.open import open_view
 from tools.bench.checkpoints.options import TENSOR_MIB, CompareBenchOptions
 from tools.bench.clocks import time_block
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Progress, ignore_progress
-from tools.bench.result import Comparison, ComparisonResult, Report, interval, table
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
+from tools.bench.result import Comparison, ComparisonResult, Report, interval, table, verdict
 from tools.bench.statistics import SLACK, Block, Cost, median_walls, ratios, run_pairs
 
 BAR = 1.25
@@ -101,7 +100,7 @@ class CompareBenchResult(ComparisonResult):
         for peak in self.memory:
             small, large = peak.growth_mib
             sizes = " : ".join(map(str, peak.size_mib))
-            rows.append([peak.content, sizes, f"{small:.1f} : {large:.1f}", "pass" if peak.passed else "FAIL"])
+            rows.append([peak.content, sizes, f"{small:.1f} : {large:.1f}", verdict(peak.passed)])
         title = f"most memory while comparing, above that before; bar: {MEMORY_SLACK_MIB:.0f} MiB more"
         yield table(title, ("content", "sizes, MiB", "MiB", "verdict"), rows)
 
@@ -111,13 +110,13 @@ def bench_compare(options: CompareBenchOptions, on_progress: Progress = ignore_p
     if lacking := [name for name in ("cat", "cmp") if shutil.which(name) is None]:
         raise ConfigError([f"{name} is not installed" for name in lacking], source="this machine")
     machine = describe_machine()
-    with tempfile.TemporaryDirectory(prefix="megasdc_bench_", dir=options.folder) as folder:
-        files = [write_checkpoint(Path(folder) / "one.pt", options.size_mib), Path(folder) / "other.pt"]
+    with scratch_folder(options.folder) as folder:
+        files = [write_checkpoint(folder / "one.pt", options.size_mib), folder / "other.pt"]
         shutil.copyfile(*files)  # torch.save puts a file's name into it
         found = [_compare(options, files, program, on_progress) for program in ("cat", "cmp")]
         on_progress("memory", 0, 4)
         memory = [
-            _peak_memory(options, Path(folder), files[0], content, lambda done: on_progress("memory", done, 4))
+            _peak_memory(options, folder, files[0], content, lambda done: on_progress("memory", done, 4))
             for content in ("equal", "different")
         ]
     return CompareBenchResult(machine, options, found, memory)

@@ -24,8 +24,8 @@ from megasdc.checkpoint.records import record_text
 from megasdc.lab.checkpoints.digest import DIGEST_VERSION, CheckpointContent, Digest, FileContent
 from tools.bench.checkpoints.options import TENSOR_RANKS, CompareManifestsOptions
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Progress, ignore_progress
-from tools.bench.result import Report, Result
+from tools.bench.rank import Progress, ignore_progress, scratch_folder
+from tools.bench.result import Report, Result, verdict
 from tools.bench.statistics import Estimate, estimate_median
 
 BAR_S = 30.0
@@ -77,13 +77,13 @@ class CompareManifestsResult(Result):
         )
         yield (
             f"time of the command {wall.median:.2f} s ({wall.low:.2f} to {wall.high:.2f}, {wall.count} runs); the bar "
-            f"is {BAR_S:g} s: {'pass' if wall.median <= BAR_S else 'FAIL'}"
+            f"is {BAR_S:g} s: {verdict(wall.median <= BAR_S)}"
         )
         yield (
             f"peak memory {self.peak_bytes / 2**20:.0f} MiB; the bar is {BAR_BYTES / 2**20:.0f} MiB: "
-            f"{'pass' if self.peak_bytes <= BAR_BYTES else 'FAIL'}"
+            f"{verdict(self.peak_bytes <= BAR_BYTES)}"
         )
-        yield f"the one block that differs was named, and nothing else: {'pass' if self.found else 'FAIL'}"
+        yield f"the one block that differs was named, and nothing else: {verdict(self.found)}"
 
 
 def bench_compare_manifests(
@@ -92,11 +92,11 @@ def bench_compare_manifests(
     """Measure on this machine."""
     machine = describe_machine()
     harmed = options.ranks // 2
-    with tempfile.TemporaryDirectory(prefix="megasdc_") as scratch:
+    with scratch_folder() as folder:
         paths = []
         for host, rank in (("node1", None), ("node2", harmed)):
             digest = made_up_digest(host, options, rank)
-            paths.append(Path(scratch) / f"{host}.manifest")
+            paths.append(folder / f"{host}.manifest")
             paths[-1].write_text(record_text(digest, indent=None), encoding="utf-8")
         num_files = len(digest.files)
         num_blocks = sum(len(one.blocks) for file in digest.files if file.content for one in file.content.tensors)

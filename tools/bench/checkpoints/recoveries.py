@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.run_lock import RECORD_FILE
-from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
+from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, median_and_most, tables
 from tools.bench.checkpoints import recovery_faults
 from tools.bench.checkpoints.options import RecoveryOptions
 from tools.bench.checkpoints.recovery_checks import (
@@ -74,10 +74,8 @@ class RecoveryResult(Result):
 
 def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
     resumed = [one for drill in drills for one in drill.resumed]
-    lost = sorted(one.lost_steps for one in resumed)
-    told = f"{lost[len(lost) // 2]}, {lost[-1]}" if lost else "-"
     sources = [sum(one.source == source for one in resumed) for source in ("memory", "partner", "disk", "start")]
-    return len(drills), sum(one.right for one in drills), *sources, told
+    return len(drills), sum(one.right for one in drills), *sources, median_and_most(one.lost_steps for one in resumed)
 
 
 def bench_recoveries(

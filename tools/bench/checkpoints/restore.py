@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from megasdc.common.errors import ConfigError
@@ -38,8 +37,8 @@ from tools.bench.checkpoints.restore_rank import (
 )
 from tools.bench.checkpoints.slow_disk import drop_from_cache, slowed_disk
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Progress, ignore_progress, run_in_ranks
-from tools.bench.result import Report, Result, interval, table
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
+from tools.bench.result import Report, Result, interval, table, verdict
 from tools.bench.small.gpt import prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
@@ -108,7 +107,7 @@ class RestoreResult(Result):
                 f"{one.rate([parts[FIND] + parts[LOAD] for parts in one.parts_s]):.2f}",
                 *(f"{median(parts[name] for parts in one.parts_s):.2f}" for name in (VERIFY, FIND, LOAD)),
                 interval(one.ratio, 2),
-                "-" if one.place == WARM else "pass" if one.passed else "FAIL",
+                "-" if one.place == WARM else verdict(one.passed),
             )
             for one in self.rates
         ]
@@ -145,15 +144,15 @@ def bench_restore(options: RestoreOptions, on_progress: Progress = ignore_progre
     """
     machine = describe_machine()
     lacking: list[str] = []
-    with TemporaryDirectory(prefix="megasdc_bench_", dir=options.folder) as name:
-        data = prepare_library(Path(name) / "data", VOCAB, TEXT)
+    with scratch_folder(options.folder) as scratch:
+        data = prepare_library(scratch / "data", VOCAB, TEXT)
         rates: list[Rate] = []
         for size in options.sizes:
-            with TemporaryDirectory(dir=name) as folder:
-                rates += _rates(options, size, data, Path(folder), on_progress)
+            with scratch_folder(scratch) as folder:
+                rates += _rates(options, size, data, folder, on_progress)
         restarts: list[Restarts] = []
         if options.restarts:
-            restarts, lacking = _restarts(options, data, Path(name) / "restarts", on_progress)
+            restarts, lacking = _restarts(options, data, scratch / "restarts", on_progress)
     return RestoreResult(machine, options, rates, restarts, lacking)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from megasdc.common.errors import MegasdcError
@@ -24,7 +23,7 @@ from tools.bench.checkpoints.options import TEXT, StallOptions
 from tools.bench.checkpoints.stall_clock import ALLOCATE, CAPTURE, WAIT, Moved
 from tools.bench.checkpoints.stall_rank import ASYNC, MEMORY, QUIET, SYNC, RankStall, StallStep, measure_rank
 from tools.bench.machine import describe_machine
-from tools.bench.rank import Progress, ignore_progress, run_in_ranks
+from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
 from tools.bench.result import Report, Result, interval, table
 from tools.bench.small.gpt import SmallGpt, prepare_library
 from tools.bench.statistics import Estimate, estimate_median
@@ -188,12 +187,12 @@ def bench_save_stall(options: StallOptions, on_progress: Progress = ignore_progr
     """
     machine = describe_machine()
     stalls = []
-    with TemporaryDirectory(prefix="megasdc_bench_", dir=options.folder) as name:
-        data = prepare_library(Path(name) / "data", options.gpt(options.sizes[0]).vocab, TEXT)
+    with scratch_folder(options.folder) as scratch:
+        data = prepare_library(scratch / "data", options.gpt(options.sizes[0]).vocab, TEXT)
         for size in options.sizes:
             for ranks in options.ranks:
-                with TemporaryDirectory(dir=name) as folder:
-                    found = _train(options, size, ranks, data, Path(folder), on_progress)
+                with scratch_folder(scratch) as folder:
+                    found = _train(options, size, ranks, data, folder, on_progress)
                 stalls.append(_worst([stall_of(options.gpt(size), one, ranks) for one in found]))
     return StallResult(machine, options, stalls)
 

@@ -23,7 +23,7 @@ from megasdc.train.signals import StopSignals
 from tools.bench.detection.options import BubblesOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, by_kind, join_ranks, run_in_ranks, scratch_folder, take_turns
-from tools.bench.result import Report, Result, interval, table
+from tools.bench.result import Report, Result, interval, table, verdict
 from tools.bench.small.runs import memory_run
 from tools.bench.statistics import Estimate, estimate_median
 from tools.bench.training.options import TrainBenchOptions, run_config
@@ -185,7 +185,7 @@ class Hidden:
     @property
     def verdict(self) -> str:
         """As tables show it."""
-        return "none" if self.bar is None else f"{self.bar:.0%} {'pass' if self.passed else 'FAIL'}"
+        return "none" if self.bar is None else f"{self.bar:.0%} {verdict(self.passed)}"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tools.bench.detection.overhead_model import (
 from tools.bench.detection.overhead_rank import measure_rank
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, by_kind, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, interval, table
+from tools.bench.result import Report, Result, interval, table, verdict
 from tools.bench.statistics import Estimate, estimate_median
 from tools.bench.training.options import TrainBenchOptions, run_config
 
@@ -70,7 +70,7 @@ class TierCost:
     @property
     def verdict(self) -> str:
         """As tables show it."""
-        return "none" if self.bar is None else f"{100 * self.bar:g} {'pass' if self.passed else 'FAIL'}"
+        return "none" if self.bar is None else f"{100 * self.bar:g} {verdict(self.passed)}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Kept:
         one = self.cadence
         return (
             f"all checks at their defaults, kept by the run: {self.share:.2%} of a step, budget {BUDGET:.0%} "
-            f"{'pass' if self.passed else 'FAIL'}; results of {one.micro_batches} of a step's micro-batches every "
+            f"{verdict(self.passed)}; results of {one.micro_batches} of a step's micro-batches every "
             f"{one.every} steps, all of them within {self.period}; a slice of the optimizer every {one.every} steps"
         )
 

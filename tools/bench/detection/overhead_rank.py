@@ -33,6 +33,7 @@ from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import StepAgreement, gather_objects
 from megasdc.train.detection.budget import measure_rates, measure_speed, plan_checks
 from megasdc.train.detection.step_checker import StepChecker, build_detection, build_search, watches_of
+from megasdc.train.main import train_step
 from megasdc.train.signals import StopSignals
 from tools.bench.clocks import Clock, Timed, TimedAgreement, TimedObserver, wait_for_device
 from tools.bench.detection.overhead_model import (
@@ -225,12 +226,7 @@ class OverheadRank:
         for hook in hooks:
             hook.on_start(run)
         for _ in range(steps):
-            for hook in hooks:
-                hook.before_step(run)
-            result = engine.train_step(self._batches)
-            run.progress.step = result.step
-            for hook in hooks:
-                hook.after_step(run, result)
+            train_step(run)
         observation.close()
         slices.close()
         if writer is None:

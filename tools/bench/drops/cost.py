@@ -27,7 +27,7 @@ from tools.bench.clocks import Clock, Timed, TimedAgreement
 from tools.bench.drops.options import DropCostOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, interval, table
+from tools.bench.result import Report, Result, interval, table, verdict
 from tools.bench.small.gpt import small_config
 from tools.bench.small.runs import build_run, drop_compute_of
 from tools.bench.statistics import Estimate, estimate_median
@@ -132,7 +132,7 @@ class LayoutCost:
         """As tables show it."""
         if self.bar is None:
             return f"none below {LEAST_MICRO_BATCH_S} s a micro-batch"
-        return f"{100 * self.bar:g} {'pass' if self.passed else 'FAIL'}"
+        return f"{100 * self.bar:g} {verdict(self.passed)}"
 
 
 @dataclass(frozen=True)

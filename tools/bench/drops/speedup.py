@@ -31,7 +31,7 @@ from tools.bench.drops.speedup_scores import (
 )
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, table
+from tools.bench.result import Report, Result, table, verdict
 from tools.bench.small.runs import build_run, drop_compute_of, train_in_turn
 
 BAR = 0.05
@@ -88,7 +88,7 @@ class DropSpeedupResult(Result):
         yield (
             f"larger batch: {larger.micro_batches} micro-batches planned for {options.gpt.micro_batches}; completed "
             f"{100 * larger.completed:.2f} % of what is planned without drops (bar: within {100 * TOLERANCE:g} %, "
-            f"{'pass' if larger.passed else 'FAIL'}), {larger.speedup:.3f} times as many a second, "
+            f"{verdict(larger.passed)}), {larger.speedup:.3f} times as many a second, "
             f"{larger.predicted:.3f} predicted"
         )
 
@@ -103,7 +103,7 @@ def _row(one: Comparison) -> list[str]:
         f"{one.predicted_same:.3f}",
         f"{one.speedup:.3f}",
         f"{100 * one.difference:+.1f}",
-        f"{100 * BAR:g} {'pass' if abs(one.difference) <= BAR else 'FAIL'}",
+        f"{100 * BAR:g} {verdict(abs(one.difference) <= BAR)}",
     ]
 
 

@@ -15,7 +15,7 @@ from tools.bench.guard.cost_rank import CALLS, SOMETIMES, measure_costs
 from tools.bench.guard.options import GuardCostOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, table
+from tools.bench.result import Report, Result, table, verdict
 from tools.bench.statistics import Estimate, estimate_median, ratios
 
 RANKS = 2
@@ -78,7 +78,7 @@ class GuardCostResult(Result):
                 f"{one.share.median:.3%}",
                 f"{one.share.low:.3%} - {one.share.high:.3%}",
                 f"{BAR:.0%}",
-                _verdict(one.passed),
+                verdict(one.passed),
             )
             for one in self.always
         ]
@@ -89,7 +89,7 @@ class GuardCostResult(Result):
             (
                 *(one.name, f"{1000 * one.seconds.median:.0f}", f"{one.seconds.median / one.step_s:.2f}"),
                 *(str(one.interval), f"{one.share:.2%}"),
-                *(f"{SHARE_BAR:.1%}" if one.name == AUDIT else "", _verdict(one.passed)),
+                *(f"{SHARE_BAR:.1%}" if one.name == AUDIT else "", verdict(one.passed)),
             )
             for one in self.sometimes
         ]
@@ -115,7 +115,3 @@ def bench_guard_cost(options: GuardCostOptions, on_progress: Progress = ignore_p
         ratios(costs, ("wall",))["wall"],
         [Due(name, interval, estimate_median(stood[name]), step_s) for name, (interval, _) in SOMETIMES.items()],
     )
-
-
-def _verdict(passed: bool) -> str:
-    return "pass" if passed else "FAIL"

@@ -24,7 +24,7 @@ from tools.bench.health.options import HealthCostOptions
 from tools.bench.health.week import Growth, simulate_weeks
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, interval, table
+from tools.bench.result import Report, Result, interval, table, verdict
 from tools.bench.small.gpt import prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
@@ -139,7 +139,7 @@ class HealthCostResult(Result):
             ("all, median step (interval)", *(interval(one.worst.median, 4, 100) for one in self.layouts)),
             ("all, of all steps", *(_percent(one.worst.total) for one in self.layouts)),
             ("of either the clock's own", *(_percent(one.clock) for one in self.layouts)),
-            ("bar, for both without the clock's", *(f"{100 * BAR:g} {_verdict(one.is_cheap)}" for one in self.layouts)),
+            ("bar, for both without the clock's", *(f"{100 * BAR:g} {verdict(one.is_cheap)}" for one in self.layouts)),
             ("calls a step", *(f"{one.worst.calls:g}" for one in self.layouts)),
             ("seconds of a step", *(f"{one.worst.step_s:.3f}" for one in self.layouts)),
             ("thread that answers the agent, CPU", *(_percent(one.worst.thread) for one in self.layouts)),
@@ -160,7 +160,7 @@ class HealthCostResult(Result):
                 f"{one.count:,}",
                 *(f"{size / 1024:.0f}" for size in (one.half_bytes, one.end_bytes)),
                 f"{one.file_bytes / 1024:.0f} of {one.file_limit_bytes / 1024:.0f}" if one.file_limit_bytes else "-",
-                _verdict(one.passed),
+                verdict(one.passed),
             ]
             for one in self.growths
         ]
@@ -174,10 +174,6 @@ def _both(shares: RankShares, part: str) -> str:
     return f"{_percent(shares.medians.get(part, 0.0))}, {_percent(shares.parts.get(part, 0.0))}"
 
 
-def _verdict(passed: bool) -> str:
-    return "pass" if passed else "FAIL"
-
-
 def _agent(one: LayoutCost) -> str:
     found = one.agent
     if found is None:
@@ -185,7 +181,7 @@ def _agent(one: LayoutCost) -> str:
     before, after = (f"{size / 2**20:.1f}" for size in found.memory_bytes)
     return (
         f"agent {100 * one.agent_share:.2f} % of one core over {found.wall_s:.0f} s, bar {100 * AGENT_BAR:g} "
-        f"{_verdict(one.agent_share <= AGENT_BAR)}; its start took {found.start_s:.2f} s of it; memory {before} to "
+        f"{verdict(one.agent_share <= AGENT_BAR)}; its start took {found.start_s:.2f} s of it; memory {before} to "
         f"{after} MiB"
     )
 

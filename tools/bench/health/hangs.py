@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.ops.health.shared_folder_heartbeat import node_name
-from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
+from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, median_and_most, tables
 from tools.bench.health.hang_kinds import KINDS, SAVE_INTERVAL, Drill, Strike
 from tools.bench.health.hang_rank import train_and_hang
 from tools.bench.health.options import HangOptions
@@ -76,8 +76,7 @@ class HangResult(Result):
 
 
 def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
-    seconds = sorted(one.seconds for one in drills if one.seconds is not None)
-    times = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds else "-"
+    times = median_and_most((one.seconds for one in drills if one.seconds is not None), ".1f")
     counts = (sum(one.right for one in drills), sum(one.wrong for one in drills), sum(one.in_time for one in drills))
     return len(drills), *counts, times
 

@@ -19,7 +19,7 @@ from tools.bench.campaign import Campaign, CampaignLog
 from tools.bench.health.options import CLEAN, Case, StragglerOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, table
+from tools.bench.result import Report, Result, table, verdict
 from tools.bench.small.runs import build_run, train_in_turn
 
 LITTLE, ENOUGH = 1.3, 0.95
@@ -100,7 +100,7 @@ def _row(row: Row, options: StragglerOptions) -> list[str]:
         f"{row.slept:.1%}",
         str(row.imbalance) if options.stages > 1 else "-",
         bar,
-        "pass" if row.passed else "FAIL",
+        verdict(row.passed),
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megasdc.events import Event, read_events
 from megasdc.sdc.incident import load_incidents
-from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
+from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, median_and_most, tables
 from tools.bench.checkpoints.recovery_checks import End, read_end, why_different
 from tools.bench.isolation.config import write_config
 from tools.bench.isolation.kinds import AGAIN, KINDS, STEPS, Harm, draw_harm
@@ -91,10 +91,9 @@ class IsolationResult(Result):
 
 def _row(drills: Sequence[Drill]) -> tuple[object, ...]:
     found = [one for drill in drills for one in drill.isolated]
-    lost, seconds = sorted(one.found - 1 - one.resumed for one in found), sorted(one.seconds for one in found)
     right = sum(not one.problems for one in drills)
-    told = [f"{some[len(some) // 2]:.3g}, {some[-1]:.3g}" if some else "-" for some in (lost, seconds)]
-    return len(drills), right, len(found), *told
+    lost = median_and_most((one.found - 1 - one.resumed for one in found), ".3g")
+    return len(drills), right, len(found), lost, median_and_most((one.seconds for one in found), ".3g")
 
 
 def bench_isolation(

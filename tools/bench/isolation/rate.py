@@ -21,7 +21,7 @@ from tools.bench.isolation.config import write_config
 from tools.bench.isolation.options import RateOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, scratch_folder
-from tools.bench.result import Report, Result, table
+from tools.bench.result import Report, Result, interval, table, verdict
 from tools.bench.small.drill import prepare_texts
 from tools.bench.small.launches import launch
 from tools.bench.statistics import SLACK, Estimate, estimate_median
@@ -71,11 +71,11 @@ class RateResult(Result):
         rows = [
             (
                 "x".join(map(str, one.layout)),
-                _interval(one.fewer),
+                interval(one.fewer, 4, link=" - "),
                 f"{one.expected:.3f}, within {FEWER_BAR:.0%}",
-                _interval(one.ready),
+                interval(one.ready, 4, link=" - "),
                 f"{READY_BAR}",
-                "pass" if one.passed else "FAIL",
+                verdict(one.passed),
             )
             for one in self.rates
         ]
@@ -123,7 +123,3 @@ def _round(folder: Path, data: Path, layout: Layout, options: RateOptions) -> li
 def _step_times(run: Path) -> list[float]:
     times = {row["step"]: row["speed/step_s"] for row in read_metrics(run) if "speed/step_s" in row}
     return [seconds for step, seconds in sorted(times.items()) if step >= FIRST]
-
-
-def _interval(ratio: Estimate) -> str:
-    return f"{ratio.median:.4f} ({ratio.low:.4f} - {ratio.high:.4f})"
