@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -147,6 +147,22 @@ def table(
     for number, row in enumerate(listed, 1):
         found.add_row(*row, style="bold" if total and number == len(listed) else None)
     return found
+
+
+Told = Mapping[str, Callable[[Any], object]]
+"""What a table tells of each part, by heading."""
+
+
+def listing(title: str, columns: Told, parts: Iterable[Any], *, tight: bool = False) -> Table:
+    """A table with a row for each part; ``tight`` as of ``table``."""
+    rows = [[str(tell(one)) for tell in columns.values()] for one in parts]
+    return table(title, tuple(columns), rows, tight=tight)
+
+
+def side_by_side(title: str, first: str, parts: Sequence[Any], rows: Told) -> Table:
+    """A table with a column for each part, which has a ``name``; ``first``: heading of what is told."""
+    told = [(name, *(str(tell(one)) for one in parts)) for name, tell in rows.items()]
+    return table(title, (first, *(one.name for one in parts)), told)
 
 
 def _cells(one: Table) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tools.bench.bounds.training_scores import EPSILON, BoundRun, SettingScore, 
 from tools.bench.bounds.training_verdict import percent, verdict
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, table
+from tools.bench.result import Report, Result, Told, listing
 from tools.bench.small.gpt import prepare_library, small_config
 from tools.bench.small.runs import build_run
 
@@ -80,18 +80,6 @@ def fault_specs(options: BoundTrainOptions, seed: int) -> list[dict[str, Any]]:
 RUNS = "runs"
 MEASURED_INTERVAL = 5
 """Steps from one healthy gradient whose elements are counted to the next."""
-COLUMNS = (
-    "setting",
-    "healthy\n(min-max)",
-    "price",
-    "with faults\n(min-max)",
-    "worst",
-    "over no\nbound",
-    "worse\ncases",
-    "diverged\n/ NaN",
-    "skipped",
-    "bounded",
-)
 
 
 @dataclass(frozen=True)
@@ -141,7 +129,7 @@ class BoundTrainResult(Result):
             f"probability {options.fault_probability:g} for each sign, each decade up to 10^12 {FALL:g} times as "
             f"often; {fmean(run.faults for run in self.runs if run.faulty):.0f} a run"
         )
-        yield table("final validation loss", COLUMNS, [_row(one, options.seeds) for one in self.scores])
+        yield listing("final validation loss", _columns(options.seeds), self.scores)
         chosen = ", ".join(f"{name} {share:g}" for name, share in SHARES.items())
         yield (
             "price: healthy with the bound over healthy without, mean; worst: over the healthy run of the same seed "
@@ -154,24 +142,28 @@ class BoundTrainResult(Result):
         yield self.verdict
 
 
-def _row(one: SettingScore, seeds: int) -> list[str]:
-    healthy, faulty = (_spread(losses) for losses in (one.healthy, one.faulty))
-    if one.failed_healthy:
-        healthy += f"\n{one.failed_healthy} failed"
-    worst = "-" if one.worst is None or one.increase is None else f"{one.worst:.4f}\n({percent(one.increase)})"
+def _columns(seeds: int) -> Told:
+    return {
+        "setting": lambda one: one.setting.name.replace(" ", "\n", 1),
+        "healthy\n(min-max)": _healthy,
+        "price": lambda one: percent(one.price),
+        "with faults\n(min-max)": lambda one: _spread(one.faulty),
+        "worst": lambda one: "-" if one.worst is None else f"{one.worst:.4f}\n({percent(one.increase)})",
+        "over no\nbound": lambda one: percent(one.over_unbounded),
+        "worse\ncases": lambda one: f"{one.worse} of {seeds}",
+        "diverged\n/ NaN": lambda one: f"{one.diverged} / {one.not_finite}",
+        "skipped": lambda one: f"{one.skipped_healthy}\n{one.skipped}",
+        "bounded": _shares,
+    }
+
+
+def _healthy(one: SettingScore) -> str:
+    return _spread(one.healthy) + (f"\n{one.failed_healthy} failed" if one.failed_healthy else "")
+
+
+def _shares(one: SettingScore) -> str:
     shares = [f"{100 * share:.2g} %" for share in (one.share_healthy, one.share) if share is not None]
-    return [
-        one.setting.name.replace(" ", "\n", 1),
-        healthy,
-        "-" if one.price is None else percent(one.price),
-        faulty,
-        worst,
-        "-" if one.over_unbounded is None else percent(one.over_unbounded),
-        f"{one.worse} of {seeds}",
-        f"{one.diverged} / {one.not_finite}",
-        f"{one.skipped_healthy}\n{one.skipped}",
-        "\n".join(shares) or "-",
-    ]
+    return "\n".join(shares) or "-"
 
 
 def _spread(losses: Sequence[float]) -> str:

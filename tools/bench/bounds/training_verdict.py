@@ -10,9 +10,9 @@ from tools.bench.bounds.training_scores import EPSILON, SettingScore
 _EPSILON = f"{100 * EPSILON:g} %"
 
 
-def percent(share: float) -> str:
-    """A relative increase with its sign."""
-    return f"{100 * share:+.2f} %"
+def percent(share: float | None) -> str:
+    """A relative increase with its sign; None: there is none."""
+    return "-" if share is None else f"{100 * share:+.2f} %"
 
 
 def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
@@ -43,8 +43,8 @@ def verdict(scores: Sequence[SettingScore], seeds: int) -> str:
     best = min(helpful, key=_rank)
     return (
         f"{text}; {len(helpful)} of the {len(bounded)} bounds do {more}, the best of them, {best.setting.name}, has "
-        f"its worst run at {_end(best)} over the healthy one without a bound, at a price of {_price(best)} on healthy "
-        f"runs; {_prices(bounded)}; {seeds} seeds of one small model."
+        f"its worst run at {_end(best)} over the healthy one without a bound, at a price of {percent(best.price)} on "
+        f"healthy runs; {_prices(bounded)}; {seeds} seeds of one small model."
     )
 
 
@@ -92,10 +92,6 @@ def _harm(one: SettingScore, seeds: int) -> str:
 def _end(one: SettingScore) -> str:
     assert one.over_unbounded is not None, "of the settings that rank before another, each has a loss"
     return percent(one.over_unbounded) + (f", {failed(one)} failed runs apart," if failed(one) else "")
-
-
-def _price(one: SettingScore) -> str:
-    return "-" if one.price is None else percent(one.price)
 
 
 def _prices(bounded: Sequence[SettingScore]) -> str:

@@ -38,7 +38,7 @@ from tools.bench.checkpoints.restore_rank import (
 from tools.bench.checkpoints.slow_disk import drop_from_cache, slowed_disk
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, interval, table, verdict
+from tools.bench.result import Report, Result, Told, interval, listing, table, verdict
 from tools.bench.small.gpt import prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
@@ -99,30 +99,7 @@ class RestoreResult(Result):
 
     def report(self) -> Report:
         """Rates, and parts of restarts."""
-        rows = [
-            (
-                f"{one.size[0]}x{one.size[1]}, {one.place}",
-                f"{one.size_bytes / 1e6:,.0f}",
-                f"{one.rate(one.read_s):.2f}",
-                f"{one.rate([parts[FIND] + parts[LOAD] for parts in one.parts_s]):.2f}",
-                *(f"{median(parts[name] for parts in one.parts_s):.2f}" for name in (VERIFY, FIND, LOAD)),
-                interval(one.ratio, 2),
-                "-" if one.place == WARM else verdict(one.passed),
-            )
-            for one in self.rates
-        ]
-        columns = (
-            "model",
-            "MB",
-            "cat, GB/s",
-            "restore",
-            "verify, s",
-            "find with it",
-            "load",
-            "restore / cat",
-            "verdict",
-        )
-        yield table(f"rate of restoring, one rank; bar: {BAR} from the disk", columns, rows, tight=True)
+        yield listing(f"rate of restoring, one rank; bar: {BAR} from the disk", _RATES, self.rates, tight=True)
         if self.restarts:
             parts = dict.fromkeys(name for one in self.restarts for parts in one.parts_s for name in parts)
             times = [
@@ -134,6 +111,19 @@ class RestoreResult(Result):
             title = f"seconds of a restart of {hidden}x{layers} on {self.options.ranks} hosts, medians"
             yield table(title, ("part", *(one.place for one in self.restarts)), times, total=True)
         yield from (f"not measured: {line}" for line in self.lacking)
+
+
+_RATES: Told = {
+    "model": lambda one: f"{one.size[0]}x{one.size[1]}, {one.place}",
+    "MB": lambda one: f"{one.size_bytes / 1e6:,.0f}",
+    "cat, GB/s": lambda one: f"{one.rate(one.read_s):.2f}",
+    "restore": lambda one: f"{one.rate([parts[FIND] + parts[LOAD] for parts in one.parts_s]):.2f}",
+    "verify, s": lambda one: f"{median(parts[VERIFY] for parts in one.parts_s):.2f}",
+    "find with it": lambda one: f"{median(parts[FIND] for parts in one.parts_s):.2f}",
+    "load": lambda one: f"{median(parts[LOAD] for parts in one.parts_s):.2f}",
+    "restore / cat": lambda one: interval(one.ratio, 2),
+    "verdict": lambda one: "-" if one.place == WARM else verdict(one.passed),
+}
 
 
 def bench_restore(options: RestoreOptions, on_progress: Progress = ignore_progress) -> RestoreResult:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megasdc.common.errors import MegasdcError
 from tools.bench.checkpoints.options import TEXT, StallOptions
@@ -24,7 +23,7 @@ from tools.bench.checkpoints.stall_clock import ALLOCATE, CAPTURE, WAIT, Moved
 from tools.bench.checkpoints.stall_rank import ASYNC, MEMORY, QUIET, SYNC, RankStall, StallStep, measure_rank
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, interval, table
+from tools.bench.result import Report, Result, Told, interval, side_by_side
 from tools.bench.small.gpt import SmallGpt, prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
@@ -113,49 +112,38 @@ class StallResult(Result):
     def report(self) -> Report:
         """Stalls, steps beside savers, and rates."""
         yield str(self.options.gpt(self.options.sizes[-1])) + f"; {self.options.rounds} rounds"
-        names = ("", *(one.name for one in self.stalls))
-        yield table("seconds that training stands still for a save", names, self._stalls())
+        yield side_by_side("seconds that training stands still for a save", "", self.stalls, _STALLS)
         yield "of the rest: " + "; ".join(f"{one.name}: {_parts(one)}" for one in self.stalls)
-        yield table("micro-batches beside a save, and steps kept in memory, over quiet ones", names, self._steps())
-        yield table("snapshots, GB/s", names, self._rates())
+        title = "micro-batches beside a save, and steps kept in memory, over quiet ones"
+        yield side_by_side(title, "", self.stalls, _STEPS)
+        yield side_by_side("snapshots, GB/s", "", self.stalls, _RATES)
 
-    def _rows(self, *rows: tuple[str, Any]) -> list[list[str]]:
-        return [[name, *(tell(one) for one in self.stalls)] for name, tell in rows]
 
-    def _stalls(self) -> list[list[str]]:
-        return self._rows(
-            ("MiB of a rank", lambda one: f"{one.size_bytes / MIB:,.1f}"),
-            ("quiet step, s", lambda one: f"{one.quiet_s.median:.3f}"),
-            ("save that waits", lambda one: _spread(one.sync_s)),
-            ("save beside training", lambda one: _spread(one.async_s)),
-            ("of it waiting for the copy", lambda one: _spread(one.waits_s)),
-            (
-                f"beside / waits, %, bar {100 * STALL_BAR:g}",
-                lambda one: f"{100 * one.ratio:.2f} {_verdict(one, 'ratio')}",
-            ),
-            (f"rest / step, %, bar {100 * REST_BAR:g}", lambda one: f"{100 * one.rest:.3f} {_verdict(one, 'rest')}"),
-            ("begin to end of a save beside training", lambda one: _spread(one.duration_s)),
-        )
-
-    def _steps(self) -> list[list[str]]:
-        return self._rows(
-            (f"while the copy runs, bar {BESIDE_BAR:g}", lambda one: _estimate(one.copy, _verdict(one, "copy"))),
-            (f"while the writer runs, bar {BESIDE_BAR:g}", lambda one: _estimate(one.beside, _verdict(one, "beside"))),
-            (
-                f"each step kept in memory, bar {MEMORY_BAR:g} of one rank",
-                lambda one: _estimate(one.memory, _verdict(one, "memory")),
-            ),
-            ("of it inside the saver", lambda one: _estimate(one.memory_stall, "")),
-            ("snapshots that were skipped", lambda one: str(one.skipped)),
-        )
-
-    def _rates(self) -> list[list[str]]:
-        return self._rows(
-            ("checksum and copy, for the disk", lambda one: _rate(one.copies, ASYNC)),
-            ("check, seal, write, read again", lambda one: _rate(one.stores, ASYNC)),
-            ("checksum and copy, for memory", lambda one: _rate(one.copies, MEMORY)),
-            ("check, seal, digest", lambda one: _rate(one.stores, MEMORY)),
-        )
+_STALLS: Told = {
+    "MiB of a rank": lambda one: f"{one.size_bytes / MIB:,.1f}",
+    "quiet step, s": lambda one: f"{one.quiet_s.median:.3f}",
+    "save that waits": lambda one: _spread(one.sync_s),
+    "save beside training": lambda one: _spread(one.async_s),
+    "of it waiting for the copy": lambda one: _spread(one.waits_s),
+    f"beside / waits, %, bar {100 * STALL_BAR:g}": lambda one: f"{100 * one.ratio:.2f} {_verdict(one, 'ratio')}",
+    f"rest / step, %, bar {100 * REST_BAR:g}": lambda one: f"{100 * one.rest:.3f} {_verdict(one, 'rest')}",
+    "begin to end of a save beside training": lambda one: _spread(one.duration_s),
+}
+_STEPS: Told = {
+    f"while the copy runs, bar {BESIDE_BAR:g}": lambda one: _estimate(one.copy, _verdict(one, "copy")),
+    f"while the writer runs, bar {BESIDE_BAR:g}": lambda one: _estimate(one.beside, _verdict(one, "beside")),
+    f"each step kept in memory, bar {MEMORY_BAR:g} of one rank": lambda one: _estimate(
+        one.memory, _verdict(one, "memory")
+    ),
+    "of it inside the saver": lambda one: _estimate(one.memory_stall, ""),
+    "snapshots that were skipped": lambda one: one.skipped,
+}
+_RATES: Told = {
+    "checksum and copy, for the disk": lambda one: _rate(one.copies, ASYNC),
+    "check, seal, write, read again": lambda one: _rate(one.stores, ASYNC),
+    "checksum and copy, for memory": lambda one: _rate(one.copies, MEMORY),
+    "check, seal, digest": lambda one: _rate(one.stores, MEMORY),
+}
 
 
 def _spread(values: Sequence[float]) -> str:

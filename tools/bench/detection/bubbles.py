@@ -23,7 +23,7 @@ from megasdc.train.signals import StopSignals
 from tools.bench.detection.options import BubblesOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, by_kind, join_ranks, run_in_ranks, scratch_folder, take_turns
-from tools.bench.result import Report, Result, interval, table, verdict
+from tools.bench.result import Report, Result, Told, interval, listing, verdict
 from tools.bench.small.runs import memory_run
 from tools.bench.statistics import Estimate, estimate_median
 from tools.bench.training.options import TrainBenchOptions, run_config
@@ -203,18 +203,16 @@ class BubblesResult(Result):
             f"S={sizes.sequence} vocabulary {sizes.vocab}, micro-batches of {sizes.micro_batch}; {sizes.blocks} steps "
             f"of each kind; where passes are slept, H={slept.hidden} S={slept.sequence}"
         )
-        rows = [
-            [
-                str(one.shape),
-                *(interval(estimate, 3) for estimate in (one.step_s, one.replay_s)),
-                *(interval(one.longer_s[kind], 3) for kind in (AFTER, INSIDE)),
-                interval(one.share, 1, 100),
-                one.verdict,
-            ]
-            for one in self.hidden
-        ]
-        columns = ("pipeline", "step", "replay of a stage", "longer, after", "longer, in bubbles", "hidden %", "bar")
-        yield table("seconds of audited steps", columns, rows)
+        columns: Told = {
+            "pipeline": lambda one: one.shape,
+            "step": lambda one: interval(one.step_s, 3),
+            "replay of a stage": lambda one: interval(one.replay_s, 3),
+            "longer, after": lambda one: interval(one.longer_s[AFTER], 3),
+            "longer, in bubbles": lambda one: interval(one.longer_s[INSIDE], 3),
+            "hidden %": lambda one: interval(one.share, 1, 100),
+            "bar": lambda one: one.verdict,
+        }
+        yield listing("seconds of audited steps", columns, self.hidden)
 
 
 def bench_bubbles(options: BubblesOptions, on_progress: Progress) -> BubblesResult:

@@ -81,10 +81,9 @@ class Cell:
         """A random rank."""
         return self.chance.randrange(self.ranks)
 
-    def one_of(self, phase: str, state: str = "*", second: bool | None = None) -> tuple[int, str, str, bool]:
+    def one_of(self, phase: str, second: bool | None = None) -> tuple[int, str, str, bool]:
         """A random address; ``second``: whether of the group without weight decay, None: of either."""
-        fits = [one for one in self.addresses[phase] if second in (None, one[3])]
-        return self.chance.choice([one for one in fits if state == "*" or one[2].endswith(f".{state}")] or fits)
+        return self.chance.choice([one for one in self.addresses[phase] if second in (None, one[3])])
 
     def bit(self) -> Spec:
         """One bit of one element, of those that are not rounded away at once, or a wrong factor."""

@@ -42,7 +42,7 @@ from tools.bench.clocks import devices_here
 from tools.bench.detection.options import RefereeOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress
-from tools.bench.result import Report, Result, table
+from tools.bench.result import Report, Result, Told, listing, table
 from tools.trainings.numerics import cpu_threads
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -89,20 +89,16 @@ class RefereeResult(Result):
 
     def report(self) -> Report:
         """Healthy elements, and shares of flips that were seen."""
-        titles = ("result", "type", "compared", "apart", "accused", "nearest to its bound", "no bound")
-        rows = [
-            (
-                one.kind,
-                one.type,
-                f"{one.compared:,}",
-                f"{one.apart:,}",
-                f"{one.accused:,}",
-                f"{one.nearest:.2f}",
-                f"{one.undecided:,}",
-            )
-            for one in self.answers
-        ]
-        yield table("elements of a healthy device", titles, rows)
+        columns: Told = {
+            "result": lambda one: one.kind,
+            "type": lambda one: one.type,
+            "compared": lambda one: f"{one.compared:,}",
+            "apart": lambda one: f"{one.apart:,}",
+            "accused": lambda one: f"{one.accused:,}",
+            "nearest to its bound": lambda one: f"{one.nearest:.2f}",
+            "no bound": lambda one: f"{one.undecided:,}",
+        }
+        yield listing("elements of a healthy device", columns, self.answers)
         seen = ("result", "type", "half from bit", "95 % from bit", "of the mantissa, %", "of exponent and sign, %")
         yield table("flips of a bit that are seen", seen, [_row(one) for one in self.answers])
 

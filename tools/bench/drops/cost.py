@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,7 +28,7 @@ from tools.bench.clocks import Clock, Timed, TimedAgreement
 from tools.bench.drops.options import DropCostOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, interval, table, verdict
+from tools.bench.result import Report, Result, Told, interval, side_by_side, verdict
 from tools.bench.small.gpt import small_config
 from tools.bench.small.runs import build_run, drop_compute_of
 from tools.bench.statistics import Estimate, estimate_median
@@ -149,26 +150,26 @@ class DropCostResult(Result):
             f"{options.gpt}; each stage sleeps {options.delay_s:g} s before a micro-batch; {options.steps} steps; "
             "nothing left out"
         )
-        rows: list[tuple[str, list[str]]] = [
-            *((part, [f"{100 * one.parts[part]:.4f}" for one in layouts]) for part in layouts[0].parts),
-            ("all (interval of the median)", [interval(one.share, 4, 100) for one in layouts]),
-            ("bar", [one.verdict for one in layouts]),
-            ("seconds of a step", [f"{one.step_s:.3f}" for one in layouts]),
-            ("seconds of a micro-batch, stage 0", [f"{one.micro_batch_s:.3f}" for one in layouts]),
-            ("messages a replica and micro-batch", [f"{one.messages_per_micro_batch:g}" for one in layouts]),
-            ("their bytes", [f"{one.bytes_per_micro_batch:g}" for one in layouts]),
-            ("bytes summed over ranks a step", [f"{one.bytes_reduced_per_step}" for one in layouts]),
-        ]
-        yield table(
-            "DropCompute, % of the step inside its calls",
-            ("part", *(one.name for one in layouts)),
-            [(name, *cells) for name, cells in rows],
-        )
+        rows: Told = {
+            **{part: partial(_share, part) for part in layouts[0].parts},
+            "all (interval of the median)": lambda one: interval(one.share, 4, 100),
+            "bar": lambda one: one.verdict,
+            "seconds of a step": lambda one: f"{one.step_s:.3f}",
+            "seconds of a micro-batch, stage 0": lambda one: f"{one.micro_batch_s:.3f}",
+            "messages a replica and micro-batch": lambda one: f"{one.messages_per_micro_batch:g}",
+            "their bytes": lambda one: f"{one.bytes_per_micro_batch:g}",
+            "bytes summed over ranks a step": lambda one: one.bytes_reduced_per_step,
+        }
+        yield side_by_side("DropCompute, % of the step inside its calls", "part", layouts, rows)
         yield (
             "of the rank on which it is most, medians over steps; hear: from when a decision was sent until the rank "
             "that waits for it goes on, its wake-up included; waiting before that is waiting for the stage or tensor "
             "rank before, whose activation comes no earlier; the first micro-batch of a step is not asked for"
         )
+
+
+def _share(part: str, one: LayoutCost) -> str:
+    return f"{100 * one.parts[part]:.4f}"
 
 
 def bench_drop_cost(options: DropCostOptions, on_progress: Progress = ignore_progress) -> DropCostResult:

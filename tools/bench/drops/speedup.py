@@ -31,22 +31,22 @@ from tools.bench.drops.speedup_scores import (
 )
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, table, verdict
+from tools.bench.result import Report, Result, Told, listing, verdict
 from tools.bench.small.runs import build_run, drop_compute_of, train_in_turn
 
 BAR = 0.05
 """Largest difference of a measured speed-up from the predicted one, over the latter."""
-COLUMNS = (
-    "threshold",
-    "tau, s",
-    "% out,\npredicted",
-    "% out,\nmeasured",
-    "speed-up,\npredicted",
-    "of same\nsteps",
-    "speed-up,\nmeasured",
-    "off, %",
-    "bar, %",
-)
+COLUMNS: Told = {
+    "threshold": lambda one: "auto" if one.own else "given",
+    "tau, s": lambda one: "none" if one.tau_s is None else f"{one.tau_s:.3f}",
+    "% out,\npredicted": lambda one: f"{100 * one.predicted_rate:.2f}",
+    "% out,\nmeasured": lambda one: f"{100 * one.rate:.2f}",
+    "speed-up,\npredicted": lambda one: f"{one.predicted:.3f}",
+    "of same\nsteps": lambda one: f"{one.predicted_same:.3f}",
+    "speed-up,\nmeasured": lambda one: f"{one.speedup:.3f}",
+    "off, %": lambda one: f"{100 * one.difference:+.1f}",
+    "bar, %": lambda one: f"{100 * BAR:g} {verdict(abs(one.difference) <= BAR)}",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class DropSpeedupResult(Result):
         )
         rule = "elapsed" if options.sigmas is None else f"predictive, {options.sigmas:g} standard deviations"
         title = f"DropCompute: micro-batches per second over those without a threshold; rule {rule}"
-        yield table(title, COLUMNS, map(_row, self.thresholds))
+        yield listing(title, COLUMNS, self.thresholds)
         yield (
             "predicted: from as many steps of other delays in which nothing was left out, their micro-batches dealt "
             "out anew; of same steps: from the run without a threshold, whose delays the measured run has again, so "
@@ -91,20 +91,6 @@ class DropSpeedupResult(Result):
             f"{verdict(larger.passed)}), {larger.speedup:.3f} times as many a second, "
             f"{larger.predicted:.3f} predicted"
         )
-
-
-def _row(one: Comparison) -> list[str]:
-    return [
-        "auto" if one.own else "given",
-        "none" if one.tau_s is None else f"{one.tau_s:.3f}",
-        f"{100 * one.predicted_rate:.2f}",
-        f"{100 * one.rate:.2f}",
-        f"{one.predicted:.3f}",
-        f"{one.predicted_same:.3f}",
-        f"{one.speedup:.3f}",
-        f"{100 * one.difference:+.1f}",
-        f"{100 * BAR:g} {verdict(abs(one.difference) <= BAR)}",
-    ]
 
 
 def bench_drop_speedup(options: DropSpeedupOptions, on_progress: Progress = ignore_progress) -> DropSpeedupResult:

@@ -23,13 +23,12 @@ from tools.bench.drops.training_scores import DropRun, SettingScore, score, verd
 from tools.bench.drops.training_setup import COMMUNICATION_S, LATENCY_S, MEAN_DELAY_S, draw, run_config
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, table
+from tools.bench.result import Report, Result, Told, listing, table
 from tools.bench.small.gpt import prepare_library
 from tools.bench.small.runs import build_run, train_in_turn
 
 PATTERN = "[bcg]*.py"
 """Modules of the standard library that are trained on: few, so that discarded samples recur in a short run."""
-COLUMNS = ("left out", "these are", "final loss", "(min-max)", "over none, %", "steps", "samples, %", "time, %")
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class DropTrainResult(Result):
             f"replicas: {LATENCY_S:g} s a micro-batch, bounded log-normal delays of mean {MEAN_DELAY_S:g} s, "
             f"{COMMUNICATION_S:g} s besides"
         )
-        yield table("final validation loss", COLUMNS, map(_row, scores))
+        yield listing("final validation loss", COLUMNS, scores)
         yield _curves(scores)
         yield (
             "over none: loss over that of the same seed with nothing left out, mean and range over seeds; samples: "
@@ -70,18 +69,21 @@ class DropTrainResult(Result):
         yield self.verdict
 
 
-def _row(one: SettingScore) -> list[str]:
+def _over_none(one: SettingScore) -> str:
     low, high = 100 * min(one.increases), 100 * max(one.increases)
-    return [
-        f"{100 * one.setting.rate:g} %",
-        one.setting.fate,
-        f"{fmean(one.losses):.4f}",
-        f"{min(one.losses):.4f}-{max(one.losses):.4f}",
-        f"{100 * one.over_none:+.2f} ({low:+.2f} to {high:+.2f})" if one.setting.rate else "-",
-        f"{one.steps:.0f}",
-        f"{100 * one.samples:.1f}",
-        f"{100 * one.time:.1f}",
-    ]
+    return f"{100 * one.over_none:+.2f} ({low:+.2f} to {high:+.2f})" if one.setting.rate else "-"
+
+
+COLUMNS: Told = {
+    "left out": lambda one: f"{100 * one.setting.rate:g} %",
+    "these are": lambda one: one.setting.fate,
+    "final loss": lambda one: f"{fmean(one.losses):.4f}",
+    "(min-max)": lambda one: f"{min(one.losses):.4f}-{max(one.losses):.4f}",
+    "over none, %": _over_none,
+    "steps": lambda one: f"{one.steps:.0f}",
+    "samples, %": lambda one: f"{100 * one.samples:.1f}",
+    "time, %": lambda one: f"{100 * one.time:.1f}",
+}
 
 
 def _curves(scores: list[SettingScore]) -> Table:

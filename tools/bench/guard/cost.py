@@ -15,7 +15,7 @@ from tools.bench.guard.cost_rank import CALLS, SOMETIMES, measure_costs
 from tools.bench.guard.options import GuardCostOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, table, verdict
+from tools.bench.result import Report, Result, Told, listing, verdict
 from tools.bench.statistics import Estimate, estimate_median, ratios
 
 RANKS = 2
@@ -72,29 +72,26 @@ class GuardCostResult(Result):
 
     def report(self) -> Report:
         """A table for each kind."""
-        rows = [
-            (
-                one.name,
-                f"{one.share.median:.3%}",
-                f"{one.share.low:.3%} - {one.share.high:.3%}",
-                f"{BAR:.0%}",
-                verdict(one.passed),
-            )
-            for one in self.always
-        ]
-        yield table("in every step", ("protection", "share of a step", "interval", "bar", "verdict"), rows)
+        every: Told = {
+            "protection": lambda one: one.name,
+            "share of a step": lambda one: f"{one.share.median:.3%}",
+            "interval": lambda one: f"{one.share.low:.3%} - {one.share.high:.3%}",
+            "bar": lambda one: f"{BAR:.0%}",
+            "verdict": lambda one: verdict(one.passed),
+        }
+        yield listing("in every step", every, self.always)
         low, high = self.trace.low, self.trace.high
         yield f"trace of every step: {self.trace.median:.3f} ({low:.3f} - {high:.3f}) of a step's time without a guard"
-        due = [
-            (
-                *(one.name, f"{1000 * one.seconds.median:.0f}", f"{one.seconds.median / one.step_s:.2f}"),
-                *(str(one.interval), f"{one.share:.2%}"),
-                *(f"{SHARE_BAR:.1%}" if one.name == AUDIT else "", verdict(one.passed)),
-            )
-            for one in self.sometimes
-        ]
-        columns = ("protection", "ms", "in steps", "every", "share of time", "bar", "verdict")
-        yield table("now and then: training stands still", columns, due)
+        due: Told = {
+            "protection": lambda one: one.name,
+            "ms": lambda one: f"{1000 * one.seconds.median:.0f}",
+            "in steps": lambda one: f"{one.seconds.median / one.step_s:.2f}",
+            "every": lambda one: one.interval,
+            "share of time": lambda one: f"{one.share:.2%}",
+            "bar": lambda one: f"{SHARE_BAR:.1%}" if one.name == AUDIT else "",
+            "verdict": lambda one: verdict(one.passed),
+        }
+        yield listing("now and then: training stands still", due, self.sometimes)
 
 
 def bench_guard_cost(options: GuardCostOptions, on_progress: Progress = ignore_progress) -> GuardCostResult:

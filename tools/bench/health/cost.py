@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
@@ -24,7 +25,7 @@ from tools.bench.health.options import HealthCostOptions
 from tools.bench.health.week import Growth, simulate_weeks
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, interval, table, verdict
+from tools.bench.result import Report, Result, Told, interval, listing, side_by_side, verdict
 from tools.bench.small.gpt import prepare_library
 from tools.bench.statistics import Estimate, estimate_median
 
@@ -134,43 +135,43 @@ class HealthCostResult(Result):
         options = self.options
         yield f"{options.gpt}; {options.steps} steps"
         names = dict.fromkeys(name for one in self.layouts for name in one.worst.parts)
-        rows = [(name, *(_both(one.worst, name) for one in self.layouts)) for name in names]
-        rows += [
-            ("all, median step (interval)", *(interval(one.worst.median, 4, 100) for one in self.layouts)),
-            ("all, of all steps", *(_percent(one.worst.total) for one in self.layouts)),
-            ("of either the clock's own", *(_percent(one.clock) for one in self.layouts)),
-            ("bar, for both without the clock's", *(f"{100 * BAR:g} {verdict(one.is_cheap)}" for one in self.layouts)),
-            ("calls a step", *(f"{one.worst.calls:g}" for one in self.layouts)),
-            ("seconds of a step", *(f"{one.worst.step_s:.3f}" for one in self.layouts)),
-            ("thread that answers the agent, CPU", *(_percent(one.worst.thread) for one in self.layouts)),
-        ]
-        yield table("Health, % of a step inside its calls", ("part", *(one.name for one in self.layouts)), rows)
+        rows: Told = {
+            **{name: partial(_both, name) for name in names},
+            "all, median step (interval)": lambda one: interval(one.worst.median, 4, 100),
+            "all, of all steps": lambda one: _percent(one.worst.total),
+            "of either the clock's own": lambda one: _percent(one.clock),
+            "bar, for both without the clock's": lambda one: f"{100 * BAR:g} {verdict(one.is_cheap)}",
+            "calls a step": lambda one: f"{one.worst.calls:g}",
+            "seconds of a step": lambda one: f"{one.worst.step_s:.3f}",
+            "thread that answers the agent, CPU": lambda one: _percent(one.worst.thread),
+        }
+        yield side_by_side("Health, % of a step inside its calls", "part", self.layouts, rows)
         yield "of the rank on which it is most: median step, all steps; the thread runs beside them and has no bar"
         for one in self.layouts:
             yield f"{one.name}: {_agent(one)}"
             yield f"{one.name}: {_bits(one)}"
         if self.growths:
-            title = f"An agent's parts over {options.weeks:g} weeks, simulated"
-            yield table(title, ("part", "count", "KiB at half", "at the end", "files, KiB", "verdict"), self._growth())
+            yield listing(f"An agent's parts over {options.weeks:g} weeks, simulated", _GROWTH, self.growths)
 
-    def _growth(self) -> list[list[str]]:
-        return [
-            [
-                one.part,
-                f"{one.count:,}",
-                *(f"{size / 1024:.0f}" for size in (one.half_bytes, one.end_bytes)),
-                f"{one.file_bytes / 1024:.0f} of {one.file_limit_bytes / 1024:.0f}" if one.file_limit_bytes else "-",
-                verdict(one.passed),
-            ]
-            for one in self.growths
-        ]
+
+_GROWTH: Told = {
+    "part": lambda one: one.part,
+    "count": lambda one: f"{one.count:,}",
+    "KiB at half": lambda one: f"{one.half_bytes / 1024:.0f}",
+    "at the end": lambda one: f"{one.end_bytes / 1024:.0f}",
+    "files, KiB": lambda one: (
+        f"{one.file_bytes / 1024:.0f} of {one.file_limit_bytes / 1024:.0f}" if one.file_limit_bytes else "-"
+    ),
+    "verdict": lambda one: verdict(one.passed),
+}
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.4f}"
 
 
-def _both(shares: RankShares, part: str) -> str:
+def _both(part: str, one: LayoutCost) -> str:
+    shares = one.worst
     return f"{_percent(shares.medians.get(part, 0.0))}, {_percent(shares.parts.get(part, 0.0))}"
 
 

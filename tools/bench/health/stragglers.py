@@ -19,7 +19,7 @@ from tools.bench.campaign import Campaign, CampaignLog
 from tools.bench.health.options import CLEAN, Case, StragglerOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Messages, Progress, ignore_progress, join_ranks, run_in_ranks, scratch_folder
-from tools.bench.result import Report, Result, table, verdict
+from tools.bench.result import Report, Result, Told, listing, verdict
 from tools.bench.small.runs import build_run, train_in_turn
 
 LITTLE, ENOUGH = 1.3, 0.95
@@ -28,7 +28,6 @@ AT_ONCE = 5
 """Runs of the same processes: the groups of each stay until its process ends, with threads that wake often."""
 SLEPT = 0.9
 """Share of a micro-batch's time that must be sleep, so that the cores do not decide."""
-COLUMNS = ("noise", "slower", "runs", "steps", "named", "wrong", "median step", "slept", "imbalance", "bar", "verdict")
 
 
 @dataclass(frozen=True)
@@ -83,25 +82,23 @@ class StragglerResult(Result):
             f"{options.replicas} replicas of {options.stages} stage(s), so {peers} peer(s) each; {options.gpt}; a "
             f"micro-batch sleeps {options.sleep_s:g} s with log-normal noise of its own"
         )
-        yield table("Stragglers named", COLUMNS, [_row(row, options) for row in self.rows], tight=True)
+        yield listing("Stragglers named", _columns(options), self.rows, tight=True)
 
 
-def _row(row: Row, options: StragglerOptions) -> list[str]:
-    clean = row.ratio == CLEAN
-    bar = "none" if clean else "all" if row.ratio >= LITTLE else f">= {ENOUGH:.0%}"
-    return [
-        f"{row.noise:.0%}",
-        f"{row.ratio - 1:.0%}",
-        str(row.runs),
-        str(options.clean_steps if clean else options.steps),
-        str(row.right),
-        str(row.wrong),
-        f"{row.median_step:g}",
-        f"{row.slept:.1%}",
-        str(row.imbalance) if options.stages > 1 else "-",
-        bar,
-        verdict(row.passed),
-    ]
+def _columns(options: StragglerOptions) -> Told:
+    return {
+        "noise": lambda row: f"{row.noise:.0%}",
+        "slower": lambda row: f"{row.ratio - 1:.0%}",
+        "runs": lambda row: row.runs,
+        "steps": lambda row: options.clean_steps if row.ratio == CLEAN else options.steps,
+        "named": lambda row: row.right,
+        "wrong": lambda row: row.wrong,
+        "median step": lambda row: f"{row.median_step:g}",
+        "slept": lambda row: f"{row.slept:.1%}",
+        "imbalance": lambda row: row.imbalance if options.stages > 1 else "-",
+        "bar": lambda row: "none" if row.ratio == CLEAN else "all" if row.ratio >= LITTLE else f">= {ENOUGH:.0%}",
+        "verdict": lambda row: verdict(row.passed),
+    }
 
 
 def score(trials: Sequence[Trial], options: StragglerOptions) -> list[Row]:
