@@ -121,17 +121,21 @@ class Campaign(Generic[Case, Outcome]):
         return self.log.outcomes
 
 
-def run_cell(function: Callable[..., None], request: dict[str, Any], on_progress: Progress) -> list[Any]:
-    """Run one layout and type of a campaign whose ranks draw their cases themselves, and return all trials.
+def run_cells(function: Callable[..., None], options: Any, counts: dict[str, int], on_progress: Progress) -> list[Any]:
+    """Run all layouts and types of a campaign whose ranks draw their cases themselves, and return all trials.
 
-    The ranks run ``function``, which sends ``trials`` after each of its cases. ``request`` is the cell, its counts and
-    its seed; the ranks also get ``folder``, and ``name`` for their progress.
+    The ranks run ``function``, which sends ``trials`` after each of its cases. Its request is one of the ``cells`` of
+    the options, ``counts``, and a seed; it also has ``folder``, and ``name`` for progress.
     """
-    name = f"{'x'.join(map(str, request['layout']))} {request['precision']}"
-    with scratch_folder() as folder:
-        arguments = {"request": {**request, "folder": str(folder), "name": name}}
-        found = run_in_ranks(function, arguments, math.prod(request["layout"]), folder, on_progress=on_progress)
-    return [trial for message in found for trial in message["trials"]]
+    trials = []
+    for number, cell in enumerate(options.cells):
+        name = f"{'x'.join(map(str, cell['layout']))} {cell['precision']}"
+        with scratch_folder() as folder:
+            request = {**cell, **counts, "seed": options.seed * 1000 + number, "folder": str(folder), "name": name}
+            ranks = math.prod(cell["layout"])
+            found = run_in_ranks(function, {"request": request}, ranks, folder, on_progress=on_progress)
+        trials += [trial for message in found for trial in message["trials"]]
+    return trials
 
 
 class _HasLayout(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tools.bench.campaign import run_cell
+from tools.bench.campaign import run_cells
 from tools.bench.detection.counts import CampaignResult
 from tools.bench.detection.golden_rank import Trial, run_campaign
 from tools.bench.detection.options import DetectionOptions
@@ -83,9 +83,6 @@ def bench_detection(options: DetectionOptions, on_progress: Progress = ignore_pr
         MegasdcError: a rank failed.
     """
     machine = describe_machine()
-    faults, clean = options.share(options.faults), options.share(options.clean)
-    trials: list[Trial] = []
-    for number, cell in enumerate(options.cells):
-        request = {**cell, "faults": faults, "clean": clean, "seed": options.seed * 1000 + number}
-        trials += run_cell(run_campaign, request, on_progress)
+    counts = {"faults": options.share(options.faults), "clean": options.share(options.clean)}
+    trials = run_cells(run_campaign, options, counts, on_progress)
     return DetectionResult(machine, options, trials)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.campaign import run_cell
+from tools.bench.campaign import run_cells
 from tools.bench.detection.counts import CampaignResult
 from tools.bench.detection.live_cases import LONG, MAJORITY
 from tools.bench.detection.live_chain import ChainPlan, ChainResult, run_chain_drills
@@ -129,13 +129,8 @@ def bench_live(options: LiveOptions, on_progress: Progress = ignore_progress, lo
         MegasdcError: a rank failed, or the log cannot be used.
     """
     machine = describe_machine()
-    faults, clean_runs = options.share(options.faults), options.share(-(-options.clean // LONG))
-    trials: list[LiveTrial] = []
-    for number, cell in enumerate(options.cells):
-        common = {**cell, "seed": options.seed * 1000 + number}
-        if faults:
-            request = {**common, "faults": faults, "clean_runs": clean_runs}
-            trials += run_cell(run_campaign, request, on_progress)
+    counts = {"faults": options.share(options.faults), "clean_runs": options.share(-(-options.clean // LONG))}
+    trials = run_cells(run_campaign, options, counts, on_progress) if options.faults else []
     chain = ChainResult([])
     if options.drills:
         plan = ChainPlan(options.drills, options.drawn, options.layouts, options.clean, options.seed)
