@@ -36,6 +36,11 @@ Log = Annotated[Path | None, output_option("--log", help="File that keeps what i
 """Where a campaign that was ended goes on from."""
 
 
+def parsed(default: str, help: str, parse: Callable[[str], Any]) -> Any:
+    """A field whose option is a text, of which the value is made."""
+    return option(parse(default), help, given=default, callback=parse)
+
+
 def numbers(default: tuple[float, ...] | None, help: str, name: str, example: str) -> Any:
     """A field of several numbers, whose option has commas between them; None where it is not given and has no default.
 

@@ -12,7 +12,7 @@ from megasdc.cli.app import output_folder
 from megasdc.common.errors import ConfigError
 from tools.bench.campaign import CampaignOptions
 from tools.bench.checkpoints.recovery_kinds import KINDS
-from tools.bench.options import Options, option
+from tools.bench.options import Options, option, parsed
 from tools.bench.small.gpt import HEAD_WIDTH, SmallGpt, small_config
 
 MIB = 1 << 20
@@ -126,6 +126,9 @@ TEXT = "a*.py"
 """Modules of the standard library that are the data."""
 
 
+SIZES = "256x4,512x8,1024x8"
+
+
 def parse_sizes(text: str) -> tuple[tuple[int, int], ...]:
     """Read sizes such as ``256x4,1024x8``.
 
@@ -166,13 +169,8 @@ class StallOptions(Options):
         sizes: 120 B of memory and 70 B of disk a parameter.
     """
 
-    sizes: tuple[tuple[int, int], ...] = option(
-        ((256, 4), (512, 8), (1024, 8)),
-        "Models, hidden x layers, separated by commas.",
-        given="256x4,512x8,1024x8",
-        callback=parse_sizes,
-    )
-    ranks: tuple[int, ...] = option((1, 2), "Numbers of replicas, with commas.", given="1,2", callback=parse_ranks)
+    sizes: tuple[tuple[int, int], ...] = parsed(SIZES, "Models, hidden x layers, separated by commas.", parse_sizes)
+    ranks: tuple[int, ...] = parsed("1,2", "Numbers of replicas, with commas.", parse_ranks)
     sequence: int = option(512, "Tokens of a sample.", least=8)
     micro_batches: int = option(8, "Of a replica's step.", least=1)
     micro_batch: int = option(1, "Samples of a micro-batch.", least=1)
@@ -212,11 +210,8 @@ class RestoreOptions(Options):
     to name hosts, as root has them.
     """
 
-    sizes: tuple[tuple[int, int], ...] = option(
-        ((256, 4), (512, 8), (1024, 8)),
-        "Models of the rate, hidden x layers, separated by commas; the last is restarted too.",
-        given="256x4,512x8,1024x8",
-        callback=parse_sizes,
+    sizes: tuple[tuple[int, int], ...] = parsed(
+        SIZES, "Models of the rate, hidden x layers, separated by commas; the last is restarted too.", parse_sizes
     )
     blocks: int = option(7, "Restores of each model, and readings of its files.", least=1)
     ranks: int = option(2, "Replicas that are restarted, each on a host of its own.", least=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.config.drop_compute import DEFER, DISCARD, EXTRA_STEPS, LARGER_BATCH, PREDICTIVE, RESAMPLE
-from tools.bench.options import Options, numbers, option, parse_layouts
+from tools.bench.options import Options, numbers, option, parse_layouts, parsed
 from tools.bench.small.gpt import SmallGpt, small_config
 
 REPLICAS = 2
@@ -45,11 +45,8 @@ class DropCostOptions(Options):
     steps: int = option(20, "Steps that count, in each layout.", least=1)
     delay_s: float = option(0.5, "Seconds that each stage sleeps before a micro-batch.", "--delay", min=0.0)
     gpt: SmallGpt = CostGpt()
-    layouts: tuple[tuple[int, int, int], ...] = option(
-        ((1, 1, 2), (2, 2, 1)),
-        "Tensor x pipeline x data, separated by commas.",
-        given="1x1x2,2x2x1",
-        callback=parse_layouts,
+    layouts: tuple[tuple[int, int, int], ...] = parsed(
+        "1x1x2,2x2x1", "Tensor x pipeline x data, separated by commas.", parse_layouts
     )
 
     def problems(self) -> list[str]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tools.bench.campaign import CampaignOptions
 from tools.bench.health.hang_kinds import KINDS
-from tools.bench.options import Options, numbers, option, parse_layouts
+from tools.bench.options import Options, numbers, option, parse_layouts, parsed
 from tools.bench.small.gpt import SmallGpt, small_config
 
 
@@ -58,8 +58,8 @@ class HealthCostOptions(Options):
     settle_s: float = option(5.0, "Seconds of an agent that do not count: its start.", "--settle", min=0.0)
     weeks: float = option(0.1, "Simulated weeks of an agent; 0: none. One takes half an hour.", min=0.0)
     gpt: SmallGpt = WatchedGpt()
-    layouts: tuple[tuple[int, int, int], ...] = option(
-        ((1, 1, 2),), "Tensor x pipeline x data, separated by commas.", given="1x1x2", callback=parse_layouts
+    layouts: tuple[tuple[int, int, int], ...] = parsed(
+        "1x1x2", "Tensor x pipeline x data, separated by commas.", parse_layouts
     )
 
     def problems(self) -> list[str]:
