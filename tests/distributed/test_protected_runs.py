@@ -71,5 +71,6 @@ def test_standard_finds_names_and_repairs_and_strict_halts(tmp_path: Path, data:
     ((step, tier, rank, verdict, _, action),) = verdicts_of(tmp_path / "harmed")
     assert (step, tier, rank, verdict, action) == (3, "parameters", 1, "not_reproduced", "repair")
     assert end_of(tmp_path / "clean") == end_of(tmp_path / "harmed")
-    strict = _write(tmp_path, data, "strict", (1, 1, 3), protect="strict", faults=[{**fault, **scaled}])
+    forgets = {"checkpoint__memory__interval": 0}  # of a run that has failed they would stay in the memory of the host
+    strict = _write(tmp_path, data, "strict", (1, 1, 3), protect="strict", faults=[{**fault, **scaled}], **forgets)
     assert [code for code, _ in train_run(strict, 3)] == [73, 73, 73]
