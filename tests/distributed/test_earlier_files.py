@@ -205,8 +205,9 @@ def test_a_guard_takes_its_file(earlier: Path, tmp_path: Path) -> None:
     settings["logging"]["run_dir"] = str(tmp_path / "guarded")
     with zipfile.ZipFile(earlier / "guard.golden") as archive:
         (part, *_) = json.loads(archive.read("header.json"))["parts"].values()
-    made_by = (made["cpu"], made["versions"], part["key"]["transformers"])
-    recorded_here = made_by == (cpu_kind(), versions(), metadata.version("transformers"))
+    made_by = (made["cpu"], made["versions"], part["key"]["transformers"], part["key"]["device"])
+    here = (cpu_kind(), versions(), metadata.version("transformers"), machine_key()["device"])
+    recorded_here = made_by == here
     if not recorded_here:
         settings["golden"]["path"] = None  # refused: its key is of another machine or version
     (tmp_path / "guard.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -227,9 +227,15 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Last step of any metric, or of an event since the last start, audits excepted but of a guard; 0: none."""
-        left_out = "audit" if self.config else None  # they are of the step before it is taken
-        told = [one.step for one in self.since_last_start(self.events) if one.step is not None and one.kind != left_out]
+        """Last step of any metric, or of an event since the last start; 0: none.
+
+        Audits do not count, and of a guard only its end: all else is of a step before it is taken.
+        """
+        told = [
+            one.step - (not self.config and one.kind != "guard")
+            for one in self.since_last_start(self.events)
+            if one.step is not None and (one.kind != "audit" or not self.config)
+        ]
         return max([*told, *(int(one.steps[-1]) for one in self.series.values())], default=0)
 
 

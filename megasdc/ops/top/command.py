@@ -32,7 +32,7 @@ def wait_for_run(folder: Path, console: Console, wait_s: float = WAIT_S, interva
         try:
             return RunWatcher(folder)
         except DataError:
-            empty = not folder.is_dir() or not any(folder.iterdir())
+            empty = not any(one.is_file() for one in folder.rglob("*"))  # a launch makes folders before files
             if not empty or time.monotonic() > until:
                 raise
         if not told:
