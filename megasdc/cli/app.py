@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from megasdc import __version__
-from megasdc.cli.names import HINTS, group_of, in_order
+from megasdc.cli.names import HINTS, help_group_of, in_help_order
 from megasdc.cli.options import as_typer_takes_it, option
 from megasdc.common.errors import ConfigError, LaunchError, MegasdcError, StorageError
 from megasdc.common.program import FULL, echo, output_console, why_unreadable, write_atomically
@@ -75,7 +75,7 @@ class _Program(_Group):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names in the order of help."""
-        return in_order(super().list_commands(ctx))
+        return in_help_order(super().list_commands(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name."""
@@ -106,7 +106,7 @@ class Application(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """Register a command, as typer does."""
-        group = group_of(name or "") if self.info.cls is _Program else None
+        group = help_group_of(name or "") if self.info.cls is _Program else None
         register = super().command(name, cls=_Command, rich_help_panel=group, **options)
 
         def register_command(command: Any) -> Any:
@@ -143,21 +143,21 @@ golden_app = Application(
     epilog="Example: megasdc golden record --config configs/smoke.json --out smoke.golden",
     no_args_is_help=True,
 )
-app.add_typer(golden_app, name="golden", rich_help_panel=group_of("golden"))
+app.add_typer(golden_app, name="golden", rich_help_panel=help_group_of("golden"))
 
 dropcompute_app = Application(
     help="DropCompute: predict the gain from dropping late micro-batches, and see what a run waited for.",
     epilog="Example: megasdc dropcompute simulate --replicas 64 --micro-batches 12 --communication 0.5",
     no_args_is_help=True,
 )
-app.add_typer(dropcompute_app, name="dropcompute", rich_help_panel=group_of("dropcompute"))
+app.add_typer(dropcompute_app, name="dropcompute", rich_help_panel=help_group_of("dropcompute"))
 
 archive_app = Application(
     help="The archive of checkpoints: any folder or store, compressed, each block stored once, verified.",
     epilog="Example: megasdc archive push runs/smoke/checkpoints /backup/archive",
     no_args_is_help=True,
 )
-app.add_typer(archive_app, name="archive", rich_help_panel=group_of("archive"))
+app.add_typer(archive_app, name="archive", rich_help_panel=help_group_of("archive"))
 
 
 def input_argument(reads: type[MegasdcError], *, missing: bool = False, **settings: Any) -> Any:

@@ -68,12 +68,12 @@ HINTS = {
 """What does what people look for under a name that no command has."""
 
 
-def group_of(command: str) -> str | None:
+def help_group_of(command: str) -> str | None:
     """Heading of a command in help; None: it is in no group."""
     return next((heading for heading, names in GROUPS.items() if command in names), None)
 
 
-def in_order(commands: list[str]) -> list[str]:
+def in_help_order(commands: list[str]) -> list[str]:
     """Commands in the order of help; those of no group are last."""
     order = [name for names in GROUPS.values() for name in names]
     return sorted(commands, key=lambda name: order.index(name) if name in order else len(order))

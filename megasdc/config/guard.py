@@ -35,6 +35,8 @@ EARLIER_NAMES = {
 _MEGASDC = "its loop, model, data and ranks are the program's"
 _SUBMODULES = "`audit.submodules` says which are recorded"
 RUNS_ONLY = {
+    "protect": "it stands for fields of runs; set `audit`, `sdc.always_on` and `nonfinite` by name",
+    "audit.longest_interval": "audits come at `audit.interval`, which no budget makes longer",
     "audit.granularity": "`audit.submodules` says which are compared",
     "audit.micro_batch": "what it compares is always beside training",
     "audit.verify_checkpoints": "when the loop saves is not known; an audit that agrees verifies what was saved before",

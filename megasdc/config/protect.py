@@ -136,7 +136,7 @@ def _against_determinism(file: MegasdcSection) -> tuple[str, str] | None:
     return None
 
 
-def differences(file: MegasdcSection, deepspeed: Mapping[str, Any]) -> list[str]:
+def own_settings(file: MegasdcSection, deepspeed: Mapping[str, Any]) -> list[str]:
     """Fields whose value is not that of the preset, since the file gives them: a text with both values each."""
     wanted = wanted_fields(file, deepspeed, deterministic=file.determinism.enabled)
     unmet = unmet_paths(file)
@@ -213,7 +213,7 @@ def start_lines(
         f"protect {file.protect}, cost: {_cost(file, replicas)}",
         f"protect {file.protect}, not covered: {missing or 'nothing of what a run can check'}",
     ]
-    if other := differences(file, deepspeed):
+    if other := own_settings(file, deepspeed):
         lines.append(f"protect {file.protect}, set in another way by you: {'; '.join(other)}")
     return lines
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from megasdc import __version__
 from megasdc.cli import app, compare, main
 from megasdc.cli.app import Application, is_unexpected, print_result
-from megasdc.cli.names import GROUPS, group_of
+from megasdc.cli.names import GROUPS, help_group_of
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.config.load import load_config
@@ -52,7 +52,7 @@ def test_every_help_has_an_example(command):
 def test_every_command_is_in_a_group_of_help():
     """One that is in none would come last, under a heading of its own; flags have no type, and lines no old breaks."""
     program = typer.main.get_command(app)
-    assert [name for name in program.commands if group_of(name) is None] == []
+    assert [name for name in program.commands if help_group_of(name) is None] == []
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).stdout
     places = [text.index(f" {heading} ") for heading in GROUPS]
     assert places == sorted(places) and "<bool>" not in text
