@@ -182,7 +182,7 @@ def _peak_memory(options: CompareBenchOptions, folder: Path, large: Path, conten
             found: list[float] = []
             while len(found) < 2 or (growth and len(found) < _PROCESSES and min(found) > growth[0] + MEMORY_SLACK_MIB):
                 found.append(pool.apply(_peak_growth, (one, other, options.jobs, content)))
-            growth.append(min(found))
+            growth.append(min(found) if growth else max(found))  # what heaps keep by chance is no growth with the size
         on_progress(number + 1 + 2 * (content == "different"))
     return PeakMemory(content, sizes, (growth[0], growth[1]))
 
