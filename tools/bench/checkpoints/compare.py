@@ -169,9 +169,9 @@ def _measure(run: Block) -> Cost:
 
 
 def _peak_memory(options: CompareBenchOptions, folder: Path, large: Path, content: str, on_progress: Any) -> PeakMemory:
-    """Compare at a quarter of the size and at the whole, each in fresh processes of which the least counts.
+    """Compare at a quarter of the size and at the whole, each in fresh processes: of the whole the least counts.
 
-    One process in eight holds up to 18 MiB more than the others, at either size; memory that grows does so in each.
+    Some processes hold up to 30 MiB more than others, at either size; memory that grows does so in each.
     """
     sizes = (options.size_mib // 4, options.size_mib)
     growth: list[float] = []
