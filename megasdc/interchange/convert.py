@@ -51,6 +51,7 @@ from megasdc.checkpoint.verify import ConvertibleCheckpoint, find_folders, read_
 from megasdc.common.durable import commit_folder, remove_entry, sync_path
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.deepspeed import precision_of
+from megasdc.interchange.conversion_child import STOP_SIGNALS
 from megasdc.model.sharding import UNIVERSAL_INFO_KEY
 
 CONVERTING_PREFIX = ".converting_"
@@ -237,24 +238,30 @@ def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) 
     command = [sys.executable, "-P", str(_CHILD), "--input_folder", _INPUT, "--output_folder", _OUTPUT]
     command += ["--num_extract_workers", str(workers), "--num_merge_workers", str(max(1, workers // 2))]
     log = temporary / _LOG
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=temporary,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
-        try:
-            with _spinner() if progress else nullcontext() as show:
-                while process.poll() is None:
-                    if show is not None:
-                        show(_tail(log, 1))
-                    time.sleep(0.1)
-        finally:
-            _end_group(process)
+    # A stop signal that came before `process` has a value would leave it behind; it waits, and ends what is in `try`.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=temporary,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                with _spinner() if progress else nullcontext() as show:
+                    while process.poll() is None:
+                        if show is not None:
+                            show(_tail(log, 1))
+                        time.sleep(0.1)
+            finally:
+                _end_group(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if process.returncode != 0:
         _check_room(temporary, max(entry.stat().st_size for entry in source.iterdir()))
         raise CheckpointError(

@@ -100,6 +100,26 @@ def test_a_conversion_that_is_ended_leaves_nobody_behind(tmp_path: Path, checkpo
     assert not (tmp_path / ".converting_out" / "latest_universal").exists(), "DeepSpeed has finished its work"
 
 
+def test_a_conversion_that_is_ended_while_its_process_starts_leaves_nobody(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that comes once there is a process, and before the command knows it, ends that process too."""
+    started: list[psutil.Process] = []
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(psutil.Process(self.pid))
+            started[-1].suspend()  # it does not end by itself
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.subprocess, "Popen", Started)
+        assert _command(patch, "convert-checkpoint", checkpoint, "--to", "universal", "--out", tmp_path / "out") == 143
+    assert len(started) == 1 and psutil.wait_procs(started, timeout=60)[1] == []
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".converting_out").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_an_export_or_import_that_is_ended_leaves_nothing(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, number: int
