@@ -10,7 +10,8 @@ from megasdc.common.program import run_program
 
 # isort: off
 from megasdc.cli import config, run, preflight, supervise, checkpoints, compare, archive  # noqa: F401
-from megasdc.cli import interchange, golden, devices, stress, plan, plan_checkpoints, plan_run  # noqa: F401
+from megasdc.cli import interchange, golden, devices, stress  # noqa: F401
+from megasdc.cli.plan import audits, checkpoints as plan_checkpoints, runs  # noqa: F401
 from megasdc.cli import dropcompute, study, sweep, report, metrics, triage  # noqa: F401
 # isort: on
 

@@ -11,7 +11,7 @@ import typer
 
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
-from megasdc.cli.planning import FigureOrigins, RestartOptions, SaveOptions, choose_saves, published_rates
+from megasdc.cli.plan.costs import FigureOrigins, RestartOptions, SaveOptions, choose_saves, published_rates
 from megasdc.common.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

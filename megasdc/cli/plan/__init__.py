@@ -1,0 +1,1 @@
+"""Commands that plan: `megasdc plan-audit`, `coverage`, `plan-checkpoints`, `plan-run`."""
