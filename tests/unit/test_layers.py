@@ -233,10 +233,10 @@ def test_only_the_stated_rooms_see_the_whole_configuration():
     assert [file for file in sorted(seen) if not file.startswith(allowed)] == []
 
 
-def test_the_page_of_the_layers_names_files_that_there_are():
-    """In the table of the rooms, a name of one word in backticks is a file or folder of that room."""
-    page = (PACKAGE.parent / "docs" / "design" / "layers.md").read_text(encoding="utf-8")
-    page = page[page.index("## What each room is for") :]
+def test_the_map_names_files_that_there_are():
+    """In the map of the repository, a name of one word in backticks is a file or folder of that room."""
+    page = (PACKAGE.parent / "docs" / "contributing.md").read_text(encoding="utf-8")
+    page = page[page.index("## Map of the repository") :]
     rows = re.findall(r"^\| `megasdc/([\w/]+)/`[^|]*\| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 20
     absent = [
