@@ -59,7 +59,7 @@ RUNS_ONLY = {
     "health.ping_interval": "between hosts nothing is measured while a program trains; `megasdc stress` does so before",
     **{
         f"logging.{name}": "the program reports its steps itself"
-        for name in ("progress_bar", "peak_tflops", "prometheus")
+        for name in ("progress_bar", "peak_tflops", "prometheus", "wandb_runs")
     },
     **dict.fromkeys(
         ("model", "data", "parallel", "training", "checkpoint", "study", "drop_compute", "hooks"), _MEGASDC

@@ -243,6 +243,11 @@ class LoggingSection(Section):
         'Address and port, such as "127.0.0.1:9400", at which rank 0 serves its metrics to Prometheus, without a '
         "password; null: it listens nowhere.",
     )
+    wandb_runs: Literal["one", "each_start"] = setting(
+        "one",
+        "Runs of Weights & Biases, where `wandb` is enabled. one: all starts are one, by the id in `run.json`, and "
+        "steps that are done again are not sent again; each_start: one for each start, in a group.",
+    )
 
 
 class TraceSection(Section):

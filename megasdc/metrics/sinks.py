@@ -10,9 +10,10 @@ Prometheus: the last value of each metric as a gauge, on a port of one address o
 
 DeepSpeed's monitor, for Comet alone.
 
-Weights & Biases: one of its runs for each start of a run, in a group of the run's id, with the incidents of the run
-folder. A run of W&B drops what it gets of steps that it already has, so steps that are done again after a resume are in
-a run of their own. ``WANDB_MODE=offline`` writes to the run folder alone, for ``wandb sync``.
+Weights & Biases: one of its runs over all starts, with the run's id, or one for each start in a group of that id, with
+the incidents of the run folder. A run of W&B drops what it gets of steps that it already has: steps that are done again
+after a resume are not sent again, or are in a run of their own. ``WANDB_MODE=offline`` writes to the run folder alone,
+for ``wandb sync``.
 """
 
 from __future__ import annotations
@@ -323,24 +324,28 @@ class WandbRun:
     Args:
         folder: parent of its folder ``wandb``.
         run: id of our run, the default of its group.
-        name: suffix that is added to the run's id, such as the number of the start.
+        name: suffix that is added to the run's id, such as the number of the start; None: none.
         project: project of W&B.
         team: entity of W&B; None: that of the login.
         group: group of W&B; None: the run's id.
         config: resolved configuration, without secrets.
         tags: tags shown beside its name.
         mode: ``offline``; None: as ``WANDB_MODE`` says, else online.
+        goes_on: earlier starts may have made this run of W&B, and later ones go on with it.
+        reached: newest step that earlier starts have sent to it; steps up to it are not sent again.
     """
 
     folder: Path
     run: str
-    name: str
+    name: str | None
     project: str
     team: str | None
     group: str | None
     config: Mapping[str, Any]
     tags: tuple[str, ...]
     mode: str | None = None
+    goes_on: bool = False
+    reached: int = 0
 
 
 class WandbSink(Sink):
@@ -358,14 +363,17 @@ class WandbSink(Sink):
 
     def __init__(self, where: WandbRun, incidents: Path | None) -> None:
         wandb: Any = importlib.import_module("wandb")  # may be absent, also where types are checked
-        self._wandb, self._incidents = wandb, incidents
+        self._wandb, self._incidents, self._reached = wandb, incidents, where.reached
+        suffix = () if where.name is None else (where.name,)
         self._told_path = where.folder / "wandb" / TOLD_FILE
         self._run = wandb.init(
             project=where.project,
             entity=where.team,
             group=where.group or where.run,
-            id=f"{where.run}-{where.name}",
-            name=f"{where.run} {where.name}",
+            id="-".join((where.run, *suffix)),
+            name=" ".join((where.run, *suffix)),
+            resume="allow" if where.goes_on else None,
+            allow_val_change=True,  # of a start with a changed configuration
             config={**where.config, "megasdc_commit": source_commit()},
             tags=where.tags,
             dir=str(where.folder),
@@ -378,9 +386,10 @@ class WandbSink(Sink):
         self._alert_incidents()
 
     def write(self, step: int, at: float, values: Values) -> None:
-        """Log the line; W&B merges lines of one step."""
-        numbers = {name: number_of_value(value) for name, value in values.items()}
-        self._run.log({**numbers, "step": step, "_timestamp": at}, step=step)
+        """Log the line, unless an earlier start has; W&B merges lines of one step."""
+        if step > self._reached:
+            numbers = {name: number_of_value(value) for name, value in values.items()}
+            self._run.log({**numbers, "step": step, "_timestamp": at}, step=step)
         self._alert_incidents()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.durable import LineFile, parse_json, rename_durably, replacing
+from megasdc.common.durable import LineFile, parse_json, rename_durably, replacing, write_durably
 from megasdc.common.errors import DataError
 from megasdc.metrics.names import METRICS
 from megasdc.metrics.sinks import OnFailure, Sink, describe
@@ -25,6 +25,8 @@ from megasdc.metrics.sinks import OnFailure, Sink, describe
 METRICS_FILE = "metrics.jsonl"
 PLACE = ("step", "time", "monotonic", "attempt")
 """Keys of a line besides its metrics."""
+REACHED_FILE = "metrics.reached"
+"""Name of the file with the newest step whose line a resume has dropped: whoever was shown it has that step already."""
 _NEVER: dict[str, Any] = {"step": math.inf}
 
 logger = logging.getLogger(__name__)
@@ -112,7 +114,8 @@ def cut_back(run_dir: Path | str, step: int) -> int:
         step: last step that is kept; 0 drops all.
 
     Returns:
-        Number of lines dropped, incomplete and damaged ones included. The file is replaced by one rename.
+        Number of lines dropped, incomplete and damaged ones included. The file is replaced by one rename; before, the
+        newest step is kept that any resume has dropped.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
@@ -120,9 +123,21 @@ def cut_back(run_dir: Path | str, step: int) -> int:
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith(b"\n") and (_row_of(line) or _NEVER)["step"] <= step]
     if len(kept) < len(lines):
+        newest = max(row["step"] for line in lines if (row := _row_of(line) or {"step": 0}))
+        if newest > max(step, reached_step(run_dir)):
+            write_durably(path.with_name(REACHED_FILE), f"{newest}\n")
         with replacing(path, "wb") as file:
             file.writelines(kept)
     return len(lines) - len(kept)
+
+
+def reached_step(run_dir: Path | str) -> int:
+    """Newest step whose line a resume of this run has dropped; 0: none was, or the file is damaged."""
+    try:
+        text = (Path(run_dir) / REACHED_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return 0
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 def metrics_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +177,7 @@ def set_metrics_aside(run_dir: Path | str) -> Path | None:
         return None
     kept = path.with_name(f"metrics.until_{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
     rename_durably(path, kept)
+    path.with_name(REACHED_FILE).unlink(missing_ok=True)
     return kept
 
 

@@ -37,7 +37,7 @@ from megasdc.metrics.sinks import (
     open_sinks,
     shown_config,
 )
-from megasdc.metrics.writer import MetricsWriter
+from megasdc.metrics.writer import MetricsWriter, reached_step
 from megasdc.optim.zero1 import squared_norm
 from megasdc.train.process import CollectionTimer, StartClock
 
@@ -318,11 +318,14 @@ def _openers(config: RunConfig, run: Run) -> dict[str, Callable[[], Sink]]:
 
 
 def _wandb_run(config: RunConfig, section: Wandb, run: Run) -> WandbRun:
+    """The run of W&B of this start; what began anew in the folder is another one than that of the metrics before."""
     origin = run.events.origin
+    anew = len(list(run.folder.glob("metrics.until_*.jsonl")))
+    is_one, attempt = config.megasdc.logging.wandb_runs == "one", f"{origin.attempt}"
     return WandbRun(
         folder=run.folder,
         run=str(origin.run),
-        name=f"{origin.attempt}",
+        name=attempt if not is_one else f"anew{anew}" if anew else None,
         project=section.project,
         team=section.team,
         group=section.group,
@@ -334,6 +337,8 @@ def _wandb_run(config: RunConfig, section: Wandb, run: Run) -> WandbRun:
             config.precision,
             f"megasdc {megasdc.__version__}",
         ),
+        goes_on=is_one,
+        reached=reached_step(run.folder) if is_one else 0,
     )
 
 

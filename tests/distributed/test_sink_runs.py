@@ -36,7 +36,10 @@ def truth(run_dir: Path) -> dict[str, dict[int, float]]:
 
 
 def test_sinks_show_the_truth_over_a_rewind_and_change_no_bit(tmp_path: Path, data: Path) -> None:
-    """A run that goes back to step 4: TensorBoard and CSV equal metrics.jsonl, and nothing else writes beside them."""
+    """A run that goes back to step 4: TensorBoard and CSV equal metrics.jsonl, and nothing else writes beside them.
+
+    W&B has a run for each start, in a group; that it may be one is a test of the sink.
+    """
     run_dir = tmp_path / "run"
     keys = {
         "tensorboard": {"enabled": True, "output_path": str(tmp_path / "board"), "job_name": "me"},
@@ -44,6 +47,7 @@ def test_sinks_show_the_truth_over_a_rewind_and_change_no_bit(tmp_path: Path, da
         "wandb": {"enabled": is_installed("wandb"), "project": "p"},
     }
     shown = {f"deepspeed__{key}": value for key, value in keys.items()}
+    shown["logging__wandb_runs"] = "each_start"
     shown["logging__prometheus"] = f"127.0.0.1:{free_port()}"
     config = write_config(tmp_path / "c.json", data, run_dir, checkpoint__interval=2, **shown)
     plain = write_config(tmp_path / "plain.json", data, tmp_path / "plain", checkpoint__interval=2)

@@ -21,6 +21,7 @@ import typer.main
 from harness import forked_programs
 
 from megasdc.cli import app, compare
+from megasdc.common.errors import ERRORS_BY_EXIT_CODE, ExcludedNodeError
 from tools.bench import commands as bench_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,7 @@ GUIDES = (
     "preflight",
     "plan-run",
     "security",
+    "kubernetes",
     "install",
 )
 """In an order in which a page uses only what those before it make."""
@@ -326,6 +328,20 @@ USED = [block for page in (README, *(DOCS / "guides" / f"{name}.md" for name in 
 def test_every_guide_has_its_place() -> None:
     """None is left out of the order in which they are run."""
     assert sorted(GUIDES) == sorted(page.stem for page in (DOCS / "guides").glob("*.md"))
+
+
+def test_the_kubernetes_job_decides_on_every_exit_code() -> None:
+    """Each code fails the job or starts it again, as the page's table says; that of excluded nodes is never raised."""
+    page = (DOCS / "guides" / "kubernetes.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"action: FailJob.*\n.*values: \[(.*)\]", page)
+    failing = {int(code) for code in listed.split(",")}
+    rows = re.findall(r"^\| ([\d, +n]+)(?:: \w+)? \| (.*?) \|", page, re.MULTILINE)
+    told = {
+        action: {int(code) for row, text in rows if action in text for code in re.findall(r"\b\d+\b", row)}
+        for action in ("fails", "counts")
+    }
+    assert told["fails"] == failing and not failing & told["counts"]
+    assert failing | told["counts"] >= (ERRORS_BY_EXIT_CODE.keys() - {ExcludedNodeError.exit_code}) | {1, 2}
 
 
 @pytest.mark.full

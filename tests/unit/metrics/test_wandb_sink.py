@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import struct
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from megasdc.common.imports import is_installed
 from megasdc.metrics import sinks
 from megasdc.metrics.export import export_metrics
 from megasdc.metrics.sinks import WandbRun, WandbSink, shown_config, source_commit
-from megasdc.metrics.writer import PLACE, MetricsWriter, cut_back, read_metrics
+from megasdc.metrics.writer import PLACE, MetricsWriter, cut_back, reached_step, read_metrics, set_metrics_aside
 
 if not is_installed("wandb"):
     pytest.skip("the package wandb is not installed: pip install wandb", allow_module_level=True)
@@ -38,21 +41,40 @@ def offline(tmp_path, monkeypatch):
 
 
 def records(folder: Path) -> dict[str, dict[str, list[Any]]]:
-    """Records of all offline runs of a folder, by the run's id and by their type, as W&B's own reader has them."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
+    """Records of all offline runs of a folder, by the run's id and by their type."""
+    return dict(records_of_starts(folder))
 
-    found = {}
+
+def records_of_starts(folder: Path) -> list[tuple[str, dict[str, list[Any]]]]:
+    """The same in the order of their starts, of which several may be of one id."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        store, kinds = DataStore(), defaultdict(list)
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
+        kinds = defaultdict(list)
+        for data in messages_of(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             kind = record.WhichOneof("record_type")
             kinds[kind].append(getattr(record, kind))
-        found[path.stem.removeprefix("run-")] = kinds
+        found.append((path.stem.removeprefix("run-"), kinds))
     return found
+
+
+def messages_of(content: bytes) -> Iterator[bytes]:
+    """Messages of a ``.wandb`` file: 7 bytes, then LevelDB's log of blocks of 32 KiB; W&B has no reader since 0.31."""
+    assert content[:4] == b":W&B"
+    place, message = 7, b""
+    while place + 7 <= len(content):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, place)
+        message += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part of one
+            yield message
+            message = b""
 
 
 def points(history: list[Any]) -> dict[tuple[str, int], str]:
@@ -78,7 +100,7 @@ def truth(folder: Path) -> dict[tuple[str, int], str]:
     }
 
 
-def where(folder: Path, name: str) -> WandbRun:
+def where(folder: Path, name: str | None) -> WandbRun:
     return WandbRun(folder, "r", name, "p", None, None, {"megasdc": {"model": {"layers": 2}}}, ("tp1",))
 
 
@@ -125,6 +147,25 @@ def test_offline_runs_equal_the_truth_over_a_rewind(tmp_path):
         "incident_step_00000003.json",
     ]
     assert (page.type, report.name) == ("incident", "hang_1")
+
+
+@pytest.mark.slow
+def test_all_starts_are_one_run_and_no_step_is_sent_twice(tmp_path):
+    """Three starts, of which two go back: one id, and together they have each step once, the first of its lines."""
+    for first, last in ((1, 6), (4, 5), (3, 9)):
+        cut_back(tmp_path, first - 1)
+        one = replace(where(tmp_path, None), goes_on=True, reached=reached_step(tmp_path))
+        writer = MetricsWriter(tmp_path, [WandbSink(one, tmp_path)])
+        for step in range(first, last + 1):
+            writer.write(step, {"train/loss": 1 / step})
+        writer.close()
+    names, starts = zip(*records_of_starts(tmp_path), strict=True)
+    assert names == ("r",) * 3 and {kinds["run"][0].run_id for kinds in starts} == {"r"}
+    shown = [sorted(points(kinds["history"])) for kinds in starts]
+    assert shown == [[("train/loss", step) for step in steps] for steps in (range(1, 7), (), range(7, 10))]
+    assert {key: value for kinds in starts for key, value in points(kinds["history"]).items()} == truth(tmp_path)
+    assert reached_step(tmp_path) == 6
+    assert set_metrics_aside(tmp_path) and reached_step(tmp_path) == 0, "what begins anew has nothing behind it"
 
 
 def test_an_export_has_every_point_and_no_secret(tmp_path):
