@@ -38,6 +38,7 @@ import xxhash
 
 from megasdc.common.durable import REPLACED_PREFIX, TEMPORARY_PREFIX
 from megasdc.common.errors import CheckpointError
+from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.run_lock import WITHOUT_FLOCK, read_holder
 from megasdc.parallel.dims import ParallelDims
 
@@ -197,7 +198,7 @@ _SIGNS: dict[str, Callable[[Path], Any]] = {
     ZERO: lambda path: (path / stage_file()).exists(),
     ZEROS: lambda path: (path / "latest").is_file(),
     DCP: lambda path: any((path / name).exists() for name in (".metadata", "__0_0.distcp")),
-    RUN: lambda path: (path / "checkpoints").is_dir() or (path / "resolved.json").is_file(),
+    RUN: lambda path: (path / "checkpoints").is_dir() or (path / CONFIG_FILE).is_file(),
 }
 """Test for each kind of folder; the first that holds decides."""
 

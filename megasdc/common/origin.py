@@ -25,6 +25,8 @@ from typing import TypeVar
 from megasdc.common.durable import parse_json, wait_for_room, write_durably
 from megasdc.common.errors import StorageError
 
+CONFIG_FILE = "resolved.json"
+"""Complete configuration of a run, in its folder."""
 LAUNCH_ID_VARIABLE = "MEGASDC_LAUNCH_ID"
 
 

@@ -8,6 +8,7 @@ in which the run is started, not to the folder of the file.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from megasdc.common.errors import ConfigError
+from megasdc.common.origin import CONFIG_FILE
 from megasdc.config.contradictions import find_problems
 from megasdc.config.deepspeed import MONITORS, DeepSpeedPart, fill_defaults, precision_of, recompute_interval_of
 from megasdc.config.fields import Problem, at_resume_of, element_in, model_in, secret_problems
@@ -36,7 +38,7 @@ from megasdc.config.schema import (
     type_problems,
     unusable_problems,
 )
-from megasdc.config.sections import OFF, MegasdcSection
+from megasdc.config.sections import OFF, STANDARD, STRICT, MegasdcSection
 
 _PREFIX = "megasdc."
 SCHEMA_KEY = "$schema"
@@ -179,7 +181,7 @@ def _build(
     file = _repaired(raw, list(wrong))
     file = _expand_protect(raw, file, stored=stored)
     own, names = raw.get("megasdc"), [text.partition("=")[0].strip() for text in overrides]
-    of_file = _sections_before(before, stored=stored) if overrides else own
+    of_file = _sections_before(before, file.protect, stored=stored) if overrides else own
     given_ones = [one if isinstance(one, dict) else {} for one in (own, of_file)]
     reset, refused = sort_out(file, given_ones[0], given_ones[1], names, _PREFIX, stored=stored)
     file = _repaired(raw, [("megasdc", *one.path.split(".")) for one in reset]) if reset else file
@@ -238,16 +240,15 @@ def _expand_preset(raw: dict[str, Any]) -> dict[Path_, Problem]:
 
 
 def _expand_protect(raw: dict[str, Any], file: MegasdcSection, *, stored: bool) -> MegasdcSection:
-    """Add the fields of the word `protect` that a file without wrong values does not give, in place.
+    """Add the word `protect` and its fields that a file without wrong values does not give, in place.
 
     ``file``: its sections, ``stored``: as in ``parse_config``. Returns the sections with these fields.
     """
     section = raw.get("megasdc")
     if not isinstance(section, dict):
         return file
-    if stored:
-        section.setdefault("protect", OFF)  # as the run that kept it
-        file = file.model_copy(update={"protect": section["protect"]})
+    section.setdefault("protect", OFF if stored else word_of_run(file.logging.run_dir) or STANDARD)
+    file = file.model_copy(update={"protect": section["protect"]})
     given = {key: value for key, value in raw.items() if key != "megasdc"}
     if file.protect == OFF:
         return file
@@ -258,10 +259,25 @@ def _expand_protect(raw: dict[str, Any], file: MegasdcSection, *, stored: bool) 
     return _repaired(raw, []) if fields else file
 
 
-def _sections_before(raw: dict[str, Any], *, stored: bool) -> Any:
-    """The sections of a file before its overrides, with the fields of its word `protect`; its wrong values removed."""
+def word_of_run(run_dir: Path | str) -> str | None:
+    """The word `protect` of the run that a folder holds, "off" of one that is older than the word; None: no run."""
+    path = Path(run_dir) / CONFIG_FILE
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))["megasdc"].get("protect", OFF)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return OFF  # a run whose record is damaged: who reads it says so
+    return kept if kept in (OFF, STANDARD, STRICT) else OFF
+
+
+def _sections_before(raw: dict[str, Any], word: str, *, stored: bool) -> Any:
+    """The sections of a file before its overrides, with the fields of its word `protect`; its wrong values removed.
+
+    ``word``: that of the file with its overrides, which a file without one has as well.
+    """
     section = raw.get("megasdc")
-    if isinstance(section, dict) and section.get("protect", OFF) != OFF:
+    if isinstance(section, dict) and section.setdefault("protect", word) != OFF:
         wrong = unusable_problems(raw) | type_problems(raw, WholeFile)
         _expand_protect(raw, _repaired(raw, list(wrong)), stored=stored)
     return section

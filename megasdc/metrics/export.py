@@ -10,13 +10,12 @@ from typing import Any
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, LaunchError, StorageError
 from megasdc.common.imports import is_installed
-from megasdc.common.origin import read_identity
+from megasdc.common.origin import CONFIG_FILE, read_identity
 from megasdc.common.program import OnProgress
 from megasdc.metrics.sinks import CsvSink, PrometheusSink, Sink, TensorBoardSink, WandbRun, WandbSink, shown_config
 from megasdc.metrics.writer import METRICS_FILE, PLACE, read_metrics
 
 PROMETHEUS_FILE = "metrics.prom"
-CONFIG_FILE = "resolved.json"
 
 
 @dataclass(frozen=True)

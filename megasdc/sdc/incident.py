@@ -21,6 +21,7 @@ from megasdc.common.addresses import (
     which_micro_batch,
 )
 from megasdc.common.errors import TraceError
+from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.words import ranges
 from megasdc.events import Event
 
@@ -529,7 +530,7 @@ def _go_on(incident: Incident) -> Instruction:
 
 def _config(incident: Incident) -> str:
     """The run's complete configuration."""
-    return str(Path(incident.run_dir) / "resolved.json")
+    return str(Path(incident.run_dir) / CONFIG_FILE)
 
 
 _DONE = {

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from megasdc.checkpoint.files import Fence
 from megasdc.checkpoint.manifest import installed_versions
 from megasdc.common.durable import wait_for_room, write_durably
-from megasdc.common.errors import MegasdcError, StorageError, error_of_rank
-from megasdc.common.origin import LAUNCH_ID_VARIABLE, Origin, count_start
+from megasdc.common.errors import ConfigError, MegasdcError, StorageError, error_of_rank
+from megasdc.common.origin import CONFIG_FILE, LAUNCH_ID_VARIABLE, Origin, count_start
 from megasdc.common.run_lock import (
     ENDED_LAUNCHES_VARIABLE,
     STALE_S,
@@ -205,7 +205,7 @@ def build_run(
     locks = lock_folders(folders, store, *launch, sections.parallel.timeout_s, held)
     assert held.token is not None, "the folders are held"
     fence = Fence(folders[-1], held.token)
-    held.origin = _count_start(Path(sections.logging.run_dir), dims.rank)
+    held.origin = _count_start(sections, dims.rank)
     events = EventLog(Path(sections.logging.run_dir), dims.rank, held.origin)
     if dims.rank == 0:
         _report_start(events, dims, speaks=launch[0] == 0, remaining=remaining)
@@ -298,21 +298,28 @@ def _meet(place: _Place, signals: StopSignals) -> None:
     )
 
 
-def _count_start(folder: Path, rank: int) -> Origin:
+def _count_start(sections: MegasdcSection, rank: int) -> Origin:
     """Count this start in the run folder of rank 0, and return the origin of this rank's events.
 
     Raises:
+        ConfigError: ranks have other words `protect`, which a host without the run folder cannot know; on all ranks.
         StorageError: the count is damaged or cannot be written; on all ranks.
 
     Collective: all ranks of the run.
     """
-    identity, problem = None, ""
+    identity, problem, folder = None, "", Path(sections.logging.run_dir)
     if rank == 0:
         try:
             identity = count_start(folder)
         except StorageError as error:
             problem = str(error)
-    identity, problem = gather_objects((identity, problem))[0]
+    gathered = gather_objects((identity, problem, sections.protect))
+    identity, problem, word = gathered[0]
+    if others := [number for number, (_, _, one) in enumerate(gathered) if one != word]:
+        told = f"megasdc.protect: is {word} on rank 0, and {gathered[others[0]][2]} on rank {others[0]}"
+        remedy = f"start all ranks with --set megasdc.protect={word}, or give the file the word"
+        why = f"the run in {folder} goes on with its word, which a host without that folder cannot know"
+        raise ConfigError([f"{told}; {why}; {remedy}."])
     if identity is None:
         raise StorageError(problem)
     return Origin(identity.run, identity.attempt, device_uuid())
@@ -492,7 +499,7 @@ def _write_resolved(place: _Place) -> None:
     if place.shared is not None and place.shared.world.launch_rank == 0:
         configs[place.shared.folder] = place.whole
     for folder, config in configs.items():
-        write_durably(folder / "resolved.json", json.dumps(config.resolved(), indent=2) + "\n")
+        write_durably(folder / CONFIG_FILE, json.dumps(config.resolved(), indent=2) + "\n")
 
 
 def lock_folders(

@@ -31,6 +31,7 @@ def _config(folder: Path, tensor: int, **sections: Any) -> Path:
             "model": {**MODEL, "fuse": fused()},
             "data": {"path": "none", "sequence_length": 16},
             "parallel": {"tensor": tensor},
+            "protect": "off",
             "training": {"steps": 5},
             "golden": {"vocab_size": 100},
             "logging": {"run_dir": str(folder / "run")},

@@ -29,6 +29,7 @@ def _record(file: Path, replicas: int) -> Path:
         "megasdc": {
             "model": {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
             "data": {"path": "none", "sequence_length": 16},
+            "protect": "off",
             "training": {"steps": 5},
             "golden": {"vocab_size": 100, "steps": 1, "micro_batches": 1},
             "logging": {"run_dir": str(file.parent / "run")},

@@ -33,7 +33,7 @@ def _fused(model: dict[str, Any]) -> tuple[bool, bool]:
     from tiny import make_engine
 
     data = {"path": "x", "sequence_length": 64}
-    sections = {"model": model, "data": data, "training": {"steps": 1}, "logging": {"run_dir": "x"}}
+    sections = {"model": model, "data": data, "protect": "off", "training": {"steps": 1}, "logging": {"run_dir": "x"}}
     config = parse_config({"megasdc": sections})
     modules = make_engine(model, 1, 1).module.modules()
     return config.megasdc.model.fuse, any(isinstance(module, FusedLayerNorm) for module in modules)

@@ -31,6 +31,7 @@ def _config(folder: Path, pipeline: int, **more: Any) -> RunConfig:
             "model": GPT,
             "data": {"path": "unused", "sequence_length": SEQUENCE},
             "parallel": {"pipeline": pipeline},
+            "protect": "off",
             "training": {"steps": 2},
             "golden": {"vocab_size": VOCAB},
             "logging": {"run_dir": str(folder)},

@@ -79,6 +79,7 @@ def write_config(path: Path, data: Path, run_dir: Path, **changes: Any) -> Path:
             "model": dict(MODELS["gpt"]),
             "data": {"path": str(data), "sequence_length": 32},
             "parallel": {"timeout_s": 60.0},
+            "protect": "off",
             "training": {"steps": 6, "eval_interval": 3, "eval_samples": 4},
             "checkpoint": {"interval": 0, "keep_last": 0},
             "logging": {"run_dir": str(run_dir), "interval": 1},

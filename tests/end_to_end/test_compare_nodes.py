@@ -153,6 +153,7 @@ def test_the_first_step_that_differs_between_two_runs(tmp_path: Path) -> None:
     raw["megasdc"]["data"] |= {"path": str(data / "data")}
     raw["megasdc"]["data"]["sources"][0]["path"] = str(data / "text")
     raw["megasdc"] |= {
+        "protect": "off",
         "training": {"steps": 12},
         "checkpoint": {"interval": 2, "keep_last": 0},
         "logging": {"run_dir": str(run)},

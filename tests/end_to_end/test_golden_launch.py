@@ -51,6 +51,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "megasdc": {
             "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
             "data": {"path": "none", "sequence_length": 16},
+            "protect": "off",
             "training": {"steps": 5},
             "golden": {"vocab_size": 100},
             "logging": {"run_dir": str(folder / "run")},

@@ -89,6 +89,7 @@ def write_small_config(folder: Path) -> Path:
         "gradient_accumulation_steps": 1,
         "megasdc": {
             "data": {"path": str(folder / "data")},
+            "protect": "off",
             "training": {"steps": 4},
             "logging": {"run_dir": str(folder / "run dir")},
         },

@@ -29,6 +29,7 @@ def test_the_wrong_host_is_found(tmp_path: Path, folder: Path) -> None:  # noqa:
     """Wrong results of one host are told with its name; a replica that ends takes the launch with it, and is named."""
     raw = tiny_config()
     raw["megasdc"] |= {
+        "protect": "off",
         "training": {"steps": 3},
         "determinism": {"enabled": True},
         "study": {"mode": "computation_sync", "replicas": 2},

@@ -50,6 +50,7 @@ def tiny_config() -> dict[str, Any]:
                 "tokenizer": {"vocab_size": 512, "train_characters": 200_000},
             },
             "parallel": {"timeout_s": 60.0},
+            "protect": "off",
             "training": {"steps": STEPS},
             "checkpoint": {"interval": 5},
             "logging": {"run_dir": "run", "interval": 1},

@@ -306,6 +306,7 @@ def test_samples_that_give_nan_are_skipped(hosts: Cluster, folder: Path) -> None
     hook = {"hook": "file", "path": str(folder / "poison.py"), "name": "Poison", "parameters": ["*"]}
     sections = {
         "optimizer_hooks": [hook],
+        "protect": "off",
         "training": {**raw["training"], "steps": STEPS, "eval_interval": 0, "max_skipped_steps": 2},
         "supervise": {"num_hosts": 2, "pause_s": 1.0, "spare_test_s": 0, "rewind_steps": 2},
     }

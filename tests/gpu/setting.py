@@ -81,6 +81,7 @@ def write_config(folder: Path, name: str, data: Path, device: str, **changes: An
             "model": {**sizes, **LLAMA},
             "data": {"path": str(data), "sequence_length": sizes["max_positions"]},
             "parallel": {"timeout_s": 60.0, "share_devices": True},
+            "protect": "off",
             "training": {"steps": 6},
             "checkpoint": {"interval": 0},
             "logging": {"run_dir": str(folder / name), "interval": 1},

@@ -54,6 +54,7 @@ class MemoryCase:
             "model": {**sizes, **self.model},
             "data": {"path": "unused", "sequence_length": self.sequence},
             "parallel": {**self.parallel, **share},
+            "protect": "off",
             "training": {"steps": STEPS},
             "logging": {"run_dir": "unused"},
         }

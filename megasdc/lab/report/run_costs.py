@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from megasdc.common.errors import DataError
+from megasdc.common.origin import CONFIG_FILE
 from megasdc.config.load import parse_config
 from megasdc.config.sections import MegasdcSection
-from megasdc.ops.run_folder.record import CONFIG_FILE, RunRecord, is_run, load_run
+from megasdc.ops.run_folder.record import RunRecord, is_run, load_run
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,7 @@ class _Builder:
         own = raw.setdefault("megasdc", {})
         own.setdefault("logging", {})["run_dir"] = "?"
         own["faults"] = own.get("faults", [])
+        own.setdefault("protect", "off")  # checks would only cost
         source = f"{self._sweep.base} with what the sweep sets"
         try:
             config = parse_config(raw, texts, source)

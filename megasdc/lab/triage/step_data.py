@@ -12,6 +12,7 @@ import torch
 
 from megasdc.checkpoint.manifest import read_universal_manifest
 from megasdc.common.errors import ConfigError, DataError
+from megasdc.common.origin import CONFIG_FILE
 from megasdc.config.checks import check_layout
 from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig, parse_config
@@ -24,7 +25,6 @@ from megasdc.dropcompute.gate import DECISIONS_FILE, StepDecisions, read_decisio
 from megasdc.lab.triage.history import RunHistory, RunStart, read_history
 from megasdc.lab.triage.positions import RunPast, follow_positions
 from megasdc.lab.triage.step_settings import settings_of_starts
-from megasdc.metrics.export import CONFIG_FILE
 from megasdc.metrics.writer import read_metrics
 from megasdc.train.checkpointer import checkpoint_folder
 

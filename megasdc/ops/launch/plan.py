@@ -22,7 +22,8 @@ from megasdc.common.program import why_unreadable
 from megasdc.common.run_lock import ENDED_LAUNCHES_VARIABLE
 from megasdc.common.user_code import file_of
 from megasdc.config.checks import check_layout
-from megasdc.config.load import RunConfig, load_config
+from megasdc.config.load import RunConfig, load_config, word_of_run
+from megasdc.config.sections import STANDARD
 from megasdc.ops.launch import command, environment
 from megasdc.ops.launch.checks import HostNeeds
 from megasdc.ops.launch.hosts import Placement, place_on_hosts, place_on_this_host, place_program_here, read_hostfile
@@ -85,7 +86,10 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
     assert request.config_path is not None, "a request has one of both"
     config = load_config(request.config_path, request.overrides, request.allow_changed)
     arguments = ["--config", str(request.config_path.absolute())]
-    for override in request.overrides:
+    overrides = list(request.overrides)
+    if word_of_run(cwd / config.megasdc.logging.run_dir) not in (None, STANDARD):
+        overrides.append(f"megasdc.protect={config.megasdc.protect}")  # hosts without this folder cannot know
+    for override in overrides:
         arguments += ["--set", override]
     for name in request.allow_changed:
         arguments += ["--allow-changed", name]

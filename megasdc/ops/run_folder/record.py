@@ -18,7 +18,7 @@ import numpy as np
 
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, PeerError, StorageError
-from megasdc.common.origin import first_moments
+from megasdc.common.origin import CONFIG_FILE, first_moments
 from megasdc.common.run_lock import read_holder
 from megasdc.events import Event, event_of, in_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, PLACE, metrics_row
@@ -134,7 +134,7 @@ def _row(line: dict[str, Any]) -> tuple[int, dict[int, float]]:
 
 
 OnProgress = Callable[[str, int, int], None]
-CONFIG_FILE, LAUNCH_FILE = "resolved.json", "launch.json"
+LAUNCH_FILE = "launch.json"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megasdc.checkpoint.files import step_folder
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
+from megasdc.common.origin import CONFIG_FILE
 from megasdc.config.load import parse_config
 from megasdc.config.read import shown
 from megasdc.data.manifest import DataManifest
@@ -18,7 +19,7 @@ from megasdc.ops.health.front.clocks import describe_differing_dates
 from megasdc.ops.health.hosts import last_step_seen
 from megasdc.ops.health.incident_file import HangIncident
 from megasdc.ops.launch.launch_verdict import SHOWN, Met
-from megasdc.ops.run_folder.record import CONFIG_FILE, LaunchEnding, RunRecord, load_run
+from megasdc.ops.run_folder.record import LaunchEnding, RunRecord, load_run
 from megasdc.ops.run_folder.status import GuardStatus, guard_of, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import Goodput, goodput_of

@@ -23,6 +23,7 @@ from megasdc.train.detection.golden_key import golden_key, workload_of
 from megasdc.train.process import prepare_cpu
 
 COMMON: dict[str, Any] = {
+    "protect": "off",
     "parallel": {"threads": 1},
     "data": {"path": "none"},
     "training": {"steps": 3},

@@ -31,7 +31,7 @@ from megasdc.common import durable, run_lock
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, LaunchError, PeerError, StorageError
 from megasdc.common.host import DISK_S, Waker
-from megasdc.common.origin import Launch, read_identity
+from megasdc.common.origin import CONFIG_FILE, Launch, read_identity
 from megasdc.common.user_code import alert
 from megasdc.events import Event, read_events
 from megasdc.metrics.writer import read_metrics
@@ -54,7 +54,6 @@ from megasdc.sdc.incident import load_incidents
 from megasdc.train.signals import STOPPED_START
 
 _END = "data/stream_end"
-_RESOLVED = "resolved.json"
 _RESUMED = ("checkpoint", "memory", "other_layout")
 """Events of a run that has gone on from a save of its own."""
 
@@ -107,7 +106,7 @@ def _to_finite(run_dir: Path, resumed: Sequence[int | None]) -> RewindTarget | N
     from megasdc.checkpoint.verify import find_way_back
 
     try:
-        section = parse_json((run_dir / _RESOLVED).read_text(encoding="utf-8"))["megasdc"]["checkpoint"]
+        section = parse_json((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["megasdc"]["checkpoint"]
         way = find_way_back(Path(section.get("folder") or run_dir / "checkpoints"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # nothing is known of where they lie
         return None

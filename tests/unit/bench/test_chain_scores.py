@@ -80,7 +80,7 @@ def test_what_came_of_a_drill(changes: dict[str, object], outcome: str) -> None:
 def test_what_the_table_of_a_run_tells(tmp_path: Path) -> None:
     """A row that is not compared in every step excuses what does not come again; a lacking one excuses nothing."""
     sections = parse_config(
-        {"megasdc": {"data": {"path": "x"}, "training": {"steps": 1}, "logging": {"run_dir": "r"}}}
+        {"megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 1}, "logging": {"run_dir": "r"}}}
     ).megasdc
     checks = AlwaysOnSection(enabled=True, slice_elements=64)
     sections = sections.model_copy(update={"sdc": sections.sdc.model_copy(update={"always_on": checks})})

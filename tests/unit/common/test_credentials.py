@@ -13,7 +13,9 @@ from megasdc.common.errors import ConfigError
 from megasdc.config.fields import field_rows
 from megasdc.config.load import WholeFile, load_config, parse_config
 
-FILE: dict[str, Any] = {"megasdc": {"data": {"path": "d"}, "training": {"steps": 1}, "logging": {"run_dir": "r"}}}
+FILE: dict[str, Any] = {
+    "megasdc": {"data": {"path": "d"}, "protect": "off", "training": {"steps": 1}, "logging": {"run_dir": "r"}}
+}
 PLAIN = (
     *("tokens=5 tokenizer=3 num_tokens: 4", "http://127.0.0.1:9400/a", "ssh://git@host/a", "what?a=b", "key=5"),
     *('{"tokens": 5, "token": 3}', '{"secret": null}', "launch --help token (x)", "s3://bucket/a"),

@@ -26,6 +26,7 @@ BASE: dict[str, Any] = {
         "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
         "data": {"path": "prepared", "sequence_length": 32},
         "parallel": {"timeout_s": 60.0},
+        "protect": "off",
         "training": {"steps": 3, "stop_step": 2},
         "logging": {"run_dir": "run", "interval": 1},
     },

@@ -6,7 +6,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.config.changes import find_changes, may_change
 from megasdc.config.load import parse_config
 
-BASE = {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}
+BASE = {"data": {"path": "x"}, "protect": "off", "training": {"steps": 100}, "logging": {"run_dir": "r"}}
 
 
 def _parse(always_on, deepspeed=None, deterministic=True):

@@ -13,7 +13,7 @@ from megasdc.config.load import RunConfig, WholeFile, load_config, parse_config
 
 FILE: dict[str, Any] = {
     "train_batch_size": 8,
-    "megasdc": {"data": {"path": "d"}, "training": {"steps": 10}, "logging": {"run_dir": "r"}},
+    "megasdc": {"data": {"path": "d"}, "protect": "off", "training": {"steps": 10}, "logging": {"run_dir": "r"}},
 }
 
 

@@ -18,7 +18,7 @@ from megasdc.config.load import WholeFile, load_config, parse_config
 from megasdc.config.model import PRESETS, ModelSection, ffn_width, head_width
 from megasdc.config.schema import REMOVED, locate_key
 
-BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
+BASE = {"megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 IDS = {"kind": "megatron", "path": "a"}
 GIVEN = {"tokenizer": {"path": "t"}}
 

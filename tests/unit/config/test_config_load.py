@@ -16,7 +16,12 @@ from megasdc.config.model import PRESETS
 from megasdc.config.sections import MegasdcSection
 
 MINIMAL = {
-    "megasdc": {"data": {"path": "prepared/x"}, "training": {"steps": 100}, "logging": {"run_dir": "runs/x"}},
+    "megasdc": {
+        "data": {"path": "prepared/x"},
+        "protect": "off",
+        "training": {"steps": 100},
+        "logging": {"run_dir": "runs/x"},
+    },
 }
 
 

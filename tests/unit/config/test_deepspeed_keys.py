@@ -17,7 +17,9 @@ newest_only = pytest.mark.skipif(
     f"deepspeed=={version('deepspeed')}\n" not in PINS, reason="the lists are those of the pinned DeepSpeed"
 )
 
-MINIMAL = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
+MINIMAL = {
+    "megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 100}, "logging": {"run_dir": "r"}}
+}
 
 
 class _WatchedKeys:

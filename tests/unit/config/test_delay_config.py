@@ -18,7 +18,7 @@ from megasdc.distributions import KINDS
 BASE = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 3,
-    "megasdc": {"data": {"path": "x"}, "training": {"steps": 10}, "logging": {"run_dir": "r"}},
+    "megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 10}, "logging": {"run_dir": "r"}},
 }
 NEEDED = {
     "mean_s": 0.5,

@@ -13,6 +13,7 @@ from megasdc.config.load import parse_config
 BASE = {
     "megasdc": {
         "data": {"path": "x"},
+        "protect": "off",
         "training": {"steps": 100},
         "logging": {"run_dir": "r"},
         "determinism": {"enabled": True},

@@ -14,7 +14,7 @@ from megasdc.config.load import parse_config
 BASE: dict[str, Any] = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 1,
-    "megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}},
+    "megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 100}, "logging": {"run_dir": "r"}},
 }
 LOSING = {"samples": "discard", "compensation": "extra_steps"}
 BLEND = [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1.0}]

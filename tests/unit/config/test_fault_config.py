@@ -12,7 +12,7 @@ from megasdc.config.load import parse_config
 BASE = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,
-    "megasdc": {"data": {"path": "x"}, "training": {"steps": 10}, "logging": {"run_dir": "r"}},
+    "megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 10}, "logging": {"run_dir": "r"}},
 }
 
 

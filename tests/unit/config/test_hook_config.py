@@ -11,7 +11,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.config.hooks import theta_at
 from megasdc.config.load import parse_config
 
-BASE = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
+BASE = {"megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
 ABSOLUTE = {"hook": "absolute", "theta": 1e-3}
 SPIKE = {"hook": "spike_aware", "theta": 1000.0}
 

@@ -117,20 +117,22 @@ STANDARD = {
 
 def test_each_word_adds_what_it_promises_and_off_nothing() -> None:
     """The fields of a file that gives none; a strict run halts after everything; DeepSpeed's keys stay."""
-    plain = build()
-    assert build({"protect": "off"}) == plain
+    plain = build({"protect": "off"})
+    assert build() == build({"protect": "standard"}), "the default of a new run"
     repairs = {f"sdc.policy.{name}": "repair" for name in ("persistent", "intermittent", "inconclusive")}
     for word, policies in (("standard", repairs), ("strict", {"sdc.policy.not_reproduced": "halt"})):
         found = changed(build({"protect": word}), plain)
         assert found == {f"megasdc.{path}": one for path, one in {"protect": word, **STANDARD, **policies}.items()}
-    saved = changed(build({"protect": "standard", "checkpoint.interval": 5}), build({"checkpoint.interval": 5}))
+    saved = changed(
+        build({"protect": "standard", "checkpoint.interval": 5}), build({"protect": "off", "checkpoint.interval": 5})
+    )
     assert saved["megasdc.audit.verify_checkpoints"] is True
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_no_word_makes_an_example_wrong(path: Path) -> None:
     """Every file in configs/ is accepted with each word, without a new warning; its resolved file is equal to it."""
-    plain = load_config(path)
+    plain = load_config(path, ["megasdc.protect=off"])
     for word in WORDS:
         config = load_config(path, [f"megasdc.protect={word}"])
         assert find_warnings(config) == find_warnings(plain)
@@ -154,7 +156,7 @@ def test_what_the_user_sets_wins_and_nothing_is_contradicted(deepspeed: dict[str
     the file does not have with `off`, and every layout fits that fits then.
     """
     for own, word in itertools.product((*OWN, {}), WORDS if not deepspeed else WORDS[:1]):
-        plain, said = outcome(own, deepspeed)
+        plain, said = outcome({**own, "protect": "off"}, deepspeed)
         config, told = outcome({**own, "protect": word}, deepspeed)
         if config is None:
             assert plain is None, (own, told)
@@ -234,7 +236,7 @@ def test_an_override_turns_the_word_and_its_parts_off() -> None:
     """
     own = {"protect": "standard", "checkpoint.interval": 5, "audit.verify_checkpoints": True}
     config = build(own, ("megasdc.protect=off",))
-    assert config == build({"checkpoint.interval": 5})
+    assert config == build({"protect": "off", "checkpoint.interval": 5})
     assert "megasdc.audit.verify_checkpoints: true of the file is not used" in config.reset[0]
     config = build(own, ("megasdc.audit.enabled=false",))
     assert not config.megasdc.audit.enabled and config.megasdc.audit.micro_batch == "training"
@@ -255,9 +257,37 @@ def test_wrong_values_are_reported_as_without_the_word() -> None:
 
 def test_a_stored_configuration_without_the_word_is_off() -> None:
     """A run that was begun without the word goes on without it, whatever the default is."""
-    raw = build({"audit.interval": 7}).resolved()
+    raw = build({"protect": "off", "audit.interval": 7}).resolved()
     del raw["megasdc"]["protect"]
-    assert parse_config(raw, stored=True) == build({"audit.interval": 7})
+    assert parse_config(raw, stored=True) == build({"protect": "off", "audit.interval": 7})
+
+
+@pytest.mark.parametrize(
+    ("kept", "word"),
+    [
+        (None, "standard"),
+        ('{"megasdc": {"audit": {"enabled": false}}}', "off"),
+        ('{"megasdc": {"protect": "off"}}', "off"),
+        ('{"megasdc": {"protect": "strict"}}', "strict"),
+        ('{"megasdc": {"protect": "standard"}}', "standard"),
+        ('{"megasdc": {"protect": 3}}', "off"),
+        ("{", "off"),
+        ("[]", "off"),
+    ],
+)
+def test_a_file_without_the_word_goes_on_as_its_run_began(tmp_path: Path, kept: str | None, word: str) -> None:
+    """The folder of a run keeps its word, which is off where it is older than the word or its record is damaged; a
+    word of the file or of an override wins, and a field that an override turns off is told against this word.
+    """
+    own = {"logging.run_dir": str(tmp_path), "checkpoint.interval": 5}
+    if kept is not None:
+        (tmp_path / "resolved.json").write_text(kept)
+    assert build(own) == build({**own, "protect": word})
+    for given in ("off", "strict"):
+        assert build(own, (f"megasdc.protect={given}",)) == build({**own, "protect": given})
+    config = build(own, ("megasdc.audit.enabled=false",))
+    assert config == build({**own, "protect": word}, ("megasdc.audit.enabled=false",))
+    assert config.reset == build({**own, "protect": word}, ("megasdc.audit.enabled=false",)).reset
 
 
 def test_audits_of_one_replica_are_permuted_and_partners_need_hosts() -> None:

@@ -19,7 +19,7 @@ COMMIT = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
 
 def causes(environ=None, *, cuda=False, deepspeed=None, modules=None, **sections):
     """(place, between) of what is found."""
-    base = {"data": {"path": "x"}, "training": {"steps": 10}, "logging": {"run_dir": "r"}}
+    base = {"data": {"path": "x"}, "protect": "off", "training": {"steps": 10}, "logging": {"run_dir": "r"}}
     raw = {**(deepspeed or {}), "megasdc": base}
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}

@@ -18,6 +18,7 @@ def config_of(study: dict[str, Any], **sections: Any) -> RunConfig:
     """A small run with a study; sections are merged over the defaults."""
     own: dict[str, Any] = {
         "data": {"path": "data"},
+        "protect": "off",
         "training": {"steps": 10, "eval_interval": 5},
         "determinism": {"enabled": True},
         "logging": {"run_dir": "runs/x"},

@@ -12,7 +12,9 @@ from megasdc.common.imports import is_installed
 from megasdc.config.checks import check_layout
 from megasdc.config.load import load_config, parse_config
 
-MINIMAL = {"megasdc": {"data": {"path": "x"}, "training": {"steps": 100}, "logging": {"run_dir": "r"}}}
+MINIMAL = {
+    "megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 100}, "logging": {"run_dir": "r"}}
+}
 
 WITHOUT_WANDB = pytest.mark.skipif(is_installed("wandb"), reason="wandb is installed")
 

@@ -43,7 +43,12 @@ def other_value(path: str, root: type[MegasdcSection] | type[GuardSettings]) -> 
     default = field.get_default(call_default_factory=True, validated_data={})
     names = path.split(".")
     for value in [True, "warn", "one", 1000, 2.5, "x", ["x"], *values_of(field.annotation)]:
-        raw: dict[str, Any] = {"logging": {"run_dir": "r"}, "data": {"path": "x"}, "training": {"steps": 9}}
+        raw: dict[str, Any] = {
+            "logging": {"run_dir": "r"},
+            "data": {"path": "x"},
+            "protect": "off",
+            "training": {"steps": 9},
+        }
         raw = raw if root is MegasdcSection else {"logging": raw["logging"]}
         put(raw, tuple(names), value)
         if value == default or value is None or value is False:

@@ -30,6 +30,7 @@ def sections(**changes: Any) -> MegasdcSection:
     """Of a deterministic run."""
     base = {
         "data": {"path": "x"},
+        "protect": "off",
         "training": {"steps": 9},
         "logging": {"run_dir": "r"},
         "determinism": {"enabled": True},

@@ -59,7 +59,7 @@ def test_a_threshold_that_was_chosen_under_other_settings_is_chosen_anew(path: s
     """What it was chosen by has changed; counts go on, and so do the states of other hooks."""
     optimizer = SimpleNamespace(param_groups=[], clip_grad=0.0)
     engine: Any = SimpleNamespace(dims=SimpleNamespace(data=1), optimizer=optimizer)
-    sections = {"data": {"path": "x"}, "training": {"steps": 1}, "logging": {"run_dir": "x"}}
+    sections = {"data": {"path": "x"}, "protect": "off", "training": {"steps": 1}, "logging": {"run_dir": "x"}}
     changed = ChangedSettings(engine, parse_config({"megasdc": sections}), None)
     changed.changes = [ChangedField(path, 1, 2, "applied")]
     states = {"DropCompute": CHOSEN, "Reporter": {"a": 1}}

@@ -247,6 +247,7 @@ def test_what_is_expected_at_a_start_counts_all_checks(tmp_path: Path) -> None:
     """
     base = {
         "data": {"path": "x"},
+        "protect": "off",
         "training": {"steps": 9},
         "logging": {"run_dir": "r"},
         "determinism": {"enabled": True},

@@ -61,7 +61,12 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 def started(folder: Path, **policy: str) -> tuple[FindingPolicy, Any]:
     """What settles findings, with its run, between steps 6 and 7; only the engine is not a real one."""
-    raw = {"data": {"path": "prepared/x"}, "training": {"steps": 100}, "logging": {"run_dir": str(folder)}}
+    raw = {
+        "data": {"path": "prepared/x"},
+        "protect": "off",
+        "training": {"steps": 100},
+        "logging": {"run_dir": str(folder)},
+    }
     raw |= {
         "audit": {"enabled": True},
         "determinism": {"enabled": True},

@@ -43,7 +43,7 @@ stepping\t: 3
 def _config(**sections: Any) -> RunConfig:
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64}
     data = {"path": "none", "sequence_length": 16}
-    needed = {"model": model, "data": data, "training": {"steps": 5}, "logging": {"run_dir": "none"}}
+    needed = {"protect": "off", "model": model, "data": data, "training": {"steps": 5}, "logging": {"run_dir": "none"}}
     return parse_config({"train_micro_batch_size_per_gpu": 1, "megasdc": {**needed, **sections}})
 
 

@@ -14,7 +14,13 @@ VOCAB = 1000
 
 
 def _config(model=None, deepspeed=None, **sections):
-    sections = {"data": {"path": "x"}, "training": {"steps": 10}, "logging": {"run_dir": "r"}, **sections}
+    sections = {
+        "data": {"path": "x"},
+        "protect": "off",
+        "training": {"steps": 10},
+        "logging": {"run_dir": "r"},
+        **sections,
+    }
     sizes = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "max_positions": 2048, **(model or {})}
     return parse_config({**(deepspeed or {}), "megasdc": {**sections, "model": sizes}})
 

@@ -26,6 +26,7 @@ def _config(model=None, deepspeed=None, parallel=None, accumulation=2):
                 "model": sizes,
                 "data": {"path": "x", "sequence_length": 256},
                 "parallel": parallel or {},
+                "protect": "off",
                 "training": {"steps": 10},
                 "logging": {"run_dir": "r"},
             },

@@ -66,6 +66,7 @@ def raw_config(
         deepspeed: more of DeepSpeed's.
     """
     own: dict[str, Any] = {
+        "protect": "off",
         "model": {**model, "max_positions": sequence},
         "data": {"path": str(data), "sequence_length": sequence},
         "training": {"steps": steps},

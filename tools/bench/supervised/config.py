@@ -48,6 +48,7 @@ def training_of(layout: Layout, kinds: Sequence[str]) -> Training:
 def write_config(target: Target, data: Path, training: Training, kinds: Sequence[str]) -> None:
     """Write the configuration of a run with faults of some kinds."""
     sections: dict[str, Any] = {
+        "protect": "off",
         "data": {"skip": training.skip},
         "training": {},
         "checkpoint": {

@@ -151,6 +151,7 @@ def _config(data: Path, run_dir: Path, ranks: int, threads: int, fuse: bool) -> 
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "megasdc": {
+            "protect": "off",
             "model": {"preset": "gpt2-1m", "fuse": fuse},
             "data": {"path": str(data), "sequence_length": 128},
             "parallel": {"threads": threads, "timeout_s": 300.0},

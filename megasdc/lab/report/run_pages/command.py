@@ -17,6 +17,7 @@ from rich.console import Console
 from megasdc import __version__
 from megasdc.checkpoint.files import list_steps, step_folder
 from megasdc.common.errors import CheckpointError, DataError, StorageError
+from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.words import clock
 from megasdc.lab.checkpoints.drift import DriftReport, measure_drift
 from megasdc.lab.report.run_pages.compared import LOSS, WORSE, Compared, compare_with_healthy
@@ -26,7 +27,7 @@ from megasdc.lab.report.run_pages.figures.compare import compare_figures, drift_
 from megasdc.lab.report.run_pages.run_page import run_page, summary_of
 from megasdc.lab.report.run_pages.study_page import study_page, sweep_page
 from megasdc.ops.run_folder.marks import FAULT, FINDING, INCIDENT, SKIP, counts_of, marks_of
-from megasdc.ops.run_folder.record import CONFIG_FILE, METRICS_FILE, OnProgress, RunRecord, is_run, load_run
+from megasdc.ops.run_folder.record import METRICS_FILE, OnProgress, RunRecord, is_run, load_run
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.output.figure import Figure

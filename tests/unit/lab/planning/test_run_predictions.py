@@ -19,6 +19,7 @@ SECTIONS = MegasdcSection.model_validate(
     {
         "model": {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 32},
         "data": {"path": "data", "sequence_length": 32},
+        "protect": "off",
         "training": {"steps": 2000},
         "logging": {"run_dir": "run"},
         "checkpoint": {"interval": 50, "memory": {"interval": 10}},

@@ -52,6 +52,7 @@ def _config(train, micro, accumulation, tensor=1, pipeline=1):
             "megasdc": {
                 "data": {"path": "x"},
                 "parallel": {"tensor": tensor, "pipeline": pipeline},
+                "protect": "off",
                 "training": {"steps": 1},
                 "logging": {"run_dir": "r"},
             },

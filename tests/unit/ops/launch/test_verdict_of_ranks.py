@@ -29,7 +29,13 @@ REPLICAS = ParallelDims(1, 1, 2)
 
 
 def _header(layout: ParallelDims = LAYOUT, **trace: Any) -> dict[str, Any]:
-    sections = {"data": {"path": "x"}, "training": {"steps": 1}, "logging": {"run_dir": "r"}, "trace": trace}
+    sections = {
+        "data": {"path": "x"},
+        "protect": "off",
+        "training": {"steps": 1},
+        "logging": {"run_dir": "r"},
+        "trace": trace,
+    }
     return {"layout": layout.layout, "config": {"train_micro_batch_size_per_gpu": 1, "megasdc": sections}}
 
 

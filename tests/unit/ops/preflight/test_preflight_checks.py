@@ -54,6 +54,7 @@ def configured(folder: Path, **sections: Any) -> Path:
         "megasdc": {
             "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
             "data": {"path": str(folder / "data"), "sequence_length": 32, "tokenizer": {"vocab_size": 512}},
+            "protect": "off",
             "training": {"steps": 1000},
             "checkpoint": {"interval": 1, "keep_last": 3},
             "logging": {"run_dir": str(folder / "run")},

@@ -333,7 +333,7 @@ def test_a_rank_that_cannot_start_leaves_the_record_of_its_end(
 ) -> None:
     """Training itself writes it, with its own rank, exit code and error; the console names the rank."""
     config, folder = tmp_path / "config.json", tmp_path / "run"
-    sections = {"data": {"path": "x"}, "training": {"steps": 1}, "logging": {"run_dir": str(folder)}}
+    sections = {"data": {"path": "x"}, "protect": "off", "training": {"steps": 1}, "logging": {"run_dir": str(folder)}}
     config.write_text(json.dumps({"megasdc": {**sections, "determinism": {"enabled": True}}}))
     folder.mkdir()
     monkeypatch.setenv("RANK", "1")

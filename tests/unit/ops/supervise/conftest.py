@@ -33,6 +33,7 @@ def config(tmp_path: Path) -> Path:
         "megasdc": {
             "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_positions": 64},
             "data": data,
+            "protect": "off",
             "training": {"steps": 5},
             "checkpoint": {"memory": {"interval": 1}},
             "logging": {"run_dir": str(tmp_path / "run")},

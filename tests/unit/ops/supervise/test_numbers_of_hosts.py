@@ -22,6 +22,7 @@ def config_of(folder: Path, batch: dict[str, int], **sections: Any) -> Path:
     ours = {
         "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2},
         "data": {"path": str(folder / "data")},
+        "protect": "off",
         "training": {"steps": 10},
         "logging": {"run_dir": str(folder / "run")},
         **sections,

@@ -25,6 +25,7 @@ def config_of(folder: Path, **supervise: Any) -> Path:
     sections = {
         "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2},
         "data": {"path": str(folder / "data")},
+        "protect": "off",
         "training": {"steps": 10},
         "logging": {"run_dir": str(folder / "run")},
         "supervise": supervise,
