@@ -82,29 +82,33 @@ def test_a_command_line_without_dashes_is_shown_with_them(command):
 
 
 def test_check_config_says_its_verdict(monkeypatch, tmp_path):
-    """What came out is the first line, then warnings, what was not checked, and layout; --show prints the file."""
+    """What came out is the first line, then what protects the run, what was not checked, and layout."""
     monkeypatch.chdir(tmp_path)
     result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2)
     assert result.exit_code == 0
-    verdict, *notes, layout, memory, _header, _one_stage = result.stdout.splitlines()
+    verdict, covered, cost, uncovered, *notes, layout, memory, _header, _one_stage = result.stdout.splitlines()
     assert notes == [NO_DATA]
+    names = [line.partition(":")[0] for line in (covered, cost, uncovered)]
+    assert names == [f"protect standard, {name}" for name in ("covered", "cost", "not covered")]
     assert memory == "predicted peak of a step on a CPU, MiB of tensors of a rank:"
     assert verdict == f"{SMOKE}: OK, with 4 warnings"
     assert layout.startswith("2 ranks = tensor 1 x pipeline 1 x data 2")
     assert "warning: scheduler.params.total_num_steps" in result.stderr
     without = "layout and batch not checked: give --world-size N"
-    assert run("check-config", SMOKE).stdout == f"{SMOKE}: OK\n{NO_DATA}\n{without}\n"
-    assert json.loads(run("check-config", SMOKE, "--json").stdout)["notes"] == [NO_DATA, without]
+    off = ("--set", "megasdc.protect=off")
+    assert run("check-config", SMOKE, *off).stdout == f"{SMOKE}: OK\n{NO_DATA}\n{without}\n"
+    assert json.loads(run("check-config", SMOKE, "--json", *off).stdout)["notes"] == [NO_DATA, without]
     manifest = tmp_path / "prepared" / "stdlib" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.touch()
-    assert run("check-config", SMOKE).stdout == f"{SMOKE}: OK\n{without}\n"
+    assert run("check-config", SMOKE, *off).stdout == f"{SMOKE}: OK\n{without}\n"
 
 
 def test_check_config_says_what_is_missing_and_what_disturbs_the_run(monkeypatch, tmp_path):
     """A golden trace or a checkpoint to start from that is not there, with the command; armed faults and delays."""
     monkeypatch.chdir(tmp_path)
     given = [
+        "megasdc.protect=off",
         'megasdc.faults=[{"kind": "bit_flip"}]',
         'megasdc.process_faults=[{"kind": "exit"}, {"kind": "hang"}]',
         'megasdc.delay=[{"kind": "exponential", "mean_s": 1}]',

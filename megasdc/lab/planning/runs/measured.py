@@ -277,6 +277,7 @@ def _fleet(run: Measured, pieces: Pieces, sections: MegasdcSection) -> Fleet:
     memory, disk = sections.checkpoint.memory.interval, sections.checkpoint.interval
     if not (memory or disk):
         disk = sections.training.steps  # saved at the end
+    memory = min(memory, disk) if disk else memory  # a snapshot that is rarer than checkpoints brings back nothing newer
     parts, audits, detection_s = run.parts, sections.audit, pieces.detection_s
     stall_s = parts[PAUSED] / run.steps * (disk or memory)
     hours = run.exposed_s / HOUR_S

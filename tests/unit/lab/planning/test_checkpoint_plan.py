@@ -20,7 +20,7 @@ from megasdc.metrics.writer import MetricsWriter
 
 GIVEN = ["--mtbf-hours", 5, "--step-s", 4, "--memory-stall-s", 0.2, "--disk-stall-s", 8, "--verification-steps", 0]
 
-AUDITED = ("megasdc.audit.enabled=true", "megasdc.determinism.enabled=true")
+AUDITED = ("megasdc.protect=off", "megasdc.audit.enabled=true", "megasdc.determinism.enabled=true")
 
 
 def run(*arguments: object) -> Any:
