@@ -277,7 +277,12 @@ def _run(
 
 
 def run_module(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a module, or the path of a script, in this process as ``python -m`` does, and end with its exit code.
+    """Run a module in this process, see ``run_main``, and end with its exit code."""
+    os._exit(run_main(module, arguments, environment))  # the interpreter's own end takes as long as some steps
+
+
+def run_main(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a module, or the path of a script, in this process as ``python -m`` does; returns its exit code.
 
     What ``environment`` lacks of this process's own is removed.
     """
@@ -303,4 +308,4 @@ def run_module(module: str, arguments: Sequence[str], environment: Mapping[str, 
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code or 0)  # the interpreter's own end takes as long as some steps
+    return int(code or 0)

@@ -6,6 +6,7 @@ rank is a fork of it. The rendezvous store lives in the test process: no port is
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -16,6 +17,7 @@ import random
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_switch import apply_fused_switch
+from host_forks import PASSED_ON, enter_host, is_elsewhere, serve_own_forks
 
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
 from megasdc.parallel import processes
@@ -158,6 +161,7 @@ class StartedCommand:
         arguments: of the command line.
         env: changes of the environment; None removes a variable.
         forked_ranks: also ranks that the program wants as fresh processes are forks of the server.
+        is_server: its forks are of itself, with what it has changed in modules.
     """
 
     def __init__(
@@ -166,15 +170,21 @@ class StartedCommand:
         arguments: Sequence[str],
         env: Mapping[str, str | None] | None = None,
         forked_ranks: bool = False,
+        is_server: bool = False,
     ) -> None:
         settings = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
         self._words = [program, *arguments]
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115 - closed in wait
         with open(os.devnull) as nothing:
             streams = [nothing.fileno(), *(file.fileno() for file in self._files)]
-            body = _Command(streams, self._words, settings, os.getcwd(), forked_ranks)
+            body = _Command(streams, self._words, settings, os.getcwd(), forked_ranks, is_server)
             self._process = _fork_server().Process(target=body)
             self._process.start()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.join()
 
     def wait(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Its exit code and what it printed.
@@ -184,8 +194,7 @@ class StartedCommand:
         """
         self._process.join(timeout_s)
         if hung := self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
+            self.kill()
         texts = []
         for file in self._files:
             with file:
@@ -213,32 +222,46 @@ def fork_fresh_ranks(replace: Callable[[Any, str, Any], None] = setattr) -> None
 
 
 _PROGRAM = """#!{python} -IS
-import os, pickle, socket, sys
+import os, pickle, signal, socket, sys
 words = sys.argv[1:]
-if sys.argv[0].endswith("megasdc"):
-    words = ["megasdc", *words]
+name = os.path.basename(sys.argv[0])
+if name != "python":
+    words = [{modules!r}[name], *words]
 else:
     while words and words[0] in ("-u", "-P", "-B"):
         del words[0]
     if words[:1] == ["-m"]:
         del words[0]
-    if not words or words[0].startswith(("-", "megasdc.ops.launch.")):  # the launcher looks at its parent
+    if not words or (words[0].startswith({real!r}) and words[0] != {forked!r}):
         os.execv({python!r}, sys.argv)
 with socket.socket(socket.AF_UNIX) as asked:
     asked.connect({address!r})
-    socket.send_fds(asked, [b"c"], [0, 1, 2])
-    asked.sendall(pickle.dumps((words, dict(os.environ), os.getcwd())))
+    text = pickle.dumps((words, dict(os.environ), os.getcwd()))
+    socket.send_fds(asked, [len(text).to_bytes(8, "little")], [0, 1, 2])
+    asked.sendall(text)
+    for number in {passed_on!r}:
+        signal.signal(number, lambda got, _: asked.sendall(bytes([got])))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {passed_on!r})
     code = int(asked.recv(16) or 1)
-sys.exit(code if code >= 0 else 128 - code)
+if code < 0:
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
+_MODULES = {"megasdc": "megasdc", "deepspeed": "deepspeed.launcher.runner"}
+_REAL = ("-", "megasdc.ops.launch.", "megasdc.ops.health.", "megasdc.checkpoint.writer_main", "megasdc.ops.archive.")
+"""Starts of what such a program runs itself: it looks at its parent, or gets further open files; no torch is needed."""
+_FORKED = "megasdc.ops.launch.user_program"
 
 
 @contextlib.contextmanager
 def forked_programs(folder: Path) -> Iterator[Path]:
-    """A folder for ``PATH`` whose ``megasdc`` and ``python``, and so the ranks they start, are forks of the server.
+    """A folder for ``PATH`` whose ``megasdc``, ``deepspeed`` and ``python``, and ranks, are forks of the server.
 
     For commands that call programs by their names, see ``run_command``: they have the caller's streams and environment,
-    and end with it. ``python`` runs modules and scripts so, and anything else itself.
+    get its signals, and end with it. Called on a test host (``tools.hosts``) they run there. ``python`` runs modules
+    and scripts so, and itself what looks at its parent or gets further open files (``_REAL``), and anything else.
 
     Args:
         folder: for the programs and a socket; a short path, as sockets' names must be.
@@ -249,24 +272,33 @@ def forked_programs(folder: Path) -> Iterator[Path]:
     programs.mkdir()
     for name in ("pyvenv.cfg", "lib"):  # the interpreter that runs under the name of ``python`` finds its packages
         (folder / name).symlink_to(Path(sys.prefix, name))
-    for name in ("megasdc", "python"):
-        text = _PROGRAM.format(python=sys.executable, address=address)
+    options = {"python": sys.executable, "address": address, "modules": _MODULES, "real": _REAL, "forked": _FORKED}
+    text = _PROGRAM.format(**options, passed_on=tuple(map(int, PASSED_ON)))
+    for name in ("python", *_MODULES):
         (programs / name).write_text(text, encoding="utf-8")
         (programs / name).chmod(0o755)
+    starting = threading.Lock()
 
     def answer(caller: socket.socket) -> None:
         with caller:
-            _, streams, _, _ = socket.recv_fds(caller, 1, 3)
-            with caller.makefile("rb") as said:
-                words, environment, cwd = pickle.load(said)
+            size, streams, _, _ = socket.recv_fds(caller, 8, 3)
+            said = caller.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
+            words, environment, cwd = pickle.loads(said)
             environment.pop(NODE_PID_VARIABLE, None)  # the parent of a fork is the server
-            body = _Command(streams, words, environment, cwd, python=str(programs / "python"))
+            pid = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            host = pid if is_elsewhere(pid) else None
+            body = _Command(streams, words, environment, cwd, python=str(programs / "python"), host=host)
             command = context.Process(target=body)
-            command.start()
+            with starting:  # a start looks at all processes, whose exit codes can be read once
+                command.start()
+                multiprocessing.process._children.discard(command)  # type: ignore[attr-defined]
             for stream in streams:
                 os.close(stream)
-            if command.sentinel not in wait([command.sentinel, caller]):  # the caller was ended
-                command.terminate()
+            while command.sentinel not in wait([command.sentinel, caller]):
+                if not (got := caller.recv(1)):  # the caller was killed
+                    command.kill()
+                    break
+                os.kill(command.pid, got[0])
             command.join()
             with contextlib.suppress(OSError):
                 caller.sendall(str(command.exitcode).encode())
@@ -288,14 +320,19 @@ def forked_programs(folder: Path) -> Iterator[Path]:
 
 @dataclass
 class _Command:
-    """Body of a command's process; streams are numbers of open files, here or, once it is unpickled, there."""
+    """Body of a command's process; streams are numbers of open files, here or, once it is unpickled, there.
+
+    ``python``: what it knows as its interpreter; ``host``: a process of the test host that it is to run on.
+    """
 
     streams: list[int]
     words: list[str]
     settings: dict[str, str]
     folder: str
     forked_ranks: bool = False
+    is_server: bool = False
     python: str | None = None
+    host: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "streams": list(map(DupFd, self.streams))}
@@ -306,16 +343,26 @@ class _Command:
     def __call__(self) -> None:
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
+            os.close(stream)
+        if self.host is not None:
+            enter_host(self.host)
+        if self.host is not None or self.is_server:
+            serve_own_forks()
+        else:
+            # A fork knows its server's address, but would start another one, since it is not the server's parent.
+            forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
         os.chdir(self.folder)
-        # A fork knows its server's address, but would start another one, since it is not the server's parent.
-        forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
         apply_fused_switch()
         if self.forked_ranks:
             fork_fresh_ranks()
         if self.python is not None:
             sys.executable = self.python
+            sys.path[:0] = filter(None, self.settings.get("PYTHONPATH", "").split(os.pathsep))
+        atexit._clear()  # what the server would do at its end
         program, *arguments = self.words
-        processes.run_module(program, arguments, self.settings)
+        code = processes.run_main(program, arguments, self.settings)
+        atexit._run_exitfuncs()
+        os._exit(code)
 
 
 def _collect(

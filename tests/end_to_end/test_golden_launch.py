@@ -61,7 +61,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "a.golden"
 
 
-def _start(cluster: Cluster, golden: Path, faults: Any, slots: int) -> tuple[Path, subprocess.Popen[Any]]:
+def _start(
+    cluster: Cluster, golden: Path, faults: Any, slots: int, python: str = sys.executable
+) -> tuple[Path, subprocess.Popen[Any]]:
     out = golden.with_name("result.json")
     out.unlink(missing_ok=True)
     options = ["--repeats", "2", "--out", str(out)]
@@ -69,19 +71,22 @@ def _start(cluster: Cluster, golden: Path, faults: Any, slots: int) -> tuple[Pat
         golden.with_name("faults.json").write_text(json.dumps(faults))
         options += ["--faults", str(golden.with_name("faults.json"))]
     hostfile = str(cluster.hostfile(HOSTS, slots))
-    argv = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, str(SCRIPT), str(golden)]
+    argv = [python, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, str(SCRIPT), str(golden)]
     return out, cluster.popen("node1", [*argv, *options], cwd=str(golden.parent))
 
 
-def _verify(cluster: Cluster, golden: Path, faults: Any = None, slots: int = 1) -> tuple[int, dict[str, Any]]:
-    out, process = _start(cluster, golden, faults, slots)
+def _verify(
+    cluster: Cluster, golden: Path, programs: Path, faults: Any = None, slots: int = 1
+) -> tuple[int, dict[str, Any]]:
+    """Verify by forks; with fresh processes ``test_a_host_that_falls_silent`` does."""
+    out, process = _start(cluster, golden, faults, slots, str(programs / "python"))
     process.communicate(timeout=250)
     return process.returncode, json.loads(out.read_text())
 
 
-def test_two_hosts_are_healthy(cluster: Cluster, golden: Path) -> None:
+def test_two_hosts_are_healthy(cluster: Cluster, golden: Path, programs: Path) -> None:
     """Every rank on every host computes what was recorded elsewhere; exit code 0."""
-    code, said = _verify(cluster, golden)
+    code, said = _verify(cluster, golden, programs)
     assert code == 0
     assert [(rank["host"], rank["status"], rank["runs"]) for rank in said["ranks"]] == [
         ("node1", "healthy", 2),
@@ -90,23 +95,23 @@ def test_two_hosts_are_healthy(cluster: Cluster, golden: Path) -> None:
 
 
 @pytest.mark.full  # ``test_golden_node.py`` kills a rank beside another in the same way, without SSH
-def test_a_dead_process_holds_up_no_other_cell(cluster: Cluster, golden: Path) -> None:
+def test_a_dead_process_holds_up_no_other_cell(cluster: Cluster, golden: Path, programs: Path) -> None:
     """A rank killed on one host is a result, told by its host; the other cell is verified to its end."""
     fault = {"host": "node2", "kind": "sigkill", "phase": "forward", "steps": [2, 2]}
-    code, said = _verify(cluster, golden, faults={"process_faults": [fault]})
+    code, said = _verify(cluster, golden, programs, faults={"process_faults": [fault]})
     assert code == 79
     first, second = said["ranks"]
     assert (first["status"], first["runs"], second["status"]) == ("healthy", 2, "died")
     assert "SIGKILL" in second["detail"] and second["host"] == "node2"
 
 
-def test_the_wrong_host_is_named(cluster: Cluster, golden: Path) -> None:
+def test_the_wrong_host_is_named(cluster: Cluster, golden: Path, programs: Path) -> None:
     """A fault on one of two hosts with two ranks each: 73, that host's ranks divergent, the others healthy.
 
     The launcher ends a host's ranks when one ends with a code: the result is there before that, of all ranks.
     """
     fault = {"host": "node2", "submodule": "2.layer.mlp.linear_fc2", "phase": "weight_grad", "steps": [1, 1]}
-    code, said = _verify(cluster, golden, faults={"faults": [fault]}, slots=2)
+    code, said = _verify(cluster, golden, programs, faults={"faults": [fault]}, slots=2)
     assert code == 73
     assert [rank["status"] for rank in said["ranks"]] == ["healthy", "healthy", "divergent", "divergent"]
     for wrong in said["ranks"][2:]:
