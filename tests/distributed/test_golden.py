@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fused_switch import fused
-from harness import run_command
+from harness import StartedCommand
 from typer.testing import CliRunner
 
 from megasdc.cli import app
@@ -42,17 +42,19 @@ def _config(folder: Path, tensor: int, **sections: Any) -> Path:
     return path
 
 
-def _megasdc(*arguments: str, program: str | None = None, **environ: str | None) -> tuple[int, dict[str, Any], str]:
+def _megasdc(
+    *arguments: str, program: str | None = None, forked_ranks: bool = False, **environ: str | None
+) -> tuple[int, dict[str, Any], str]:
     """Exit code, result and standard error of a command; a variable that is None is not set for it.
 
-    As the module ``program`` where the interpreter's start matters, else ``megasdc`` as a fork.
+    As the module ``program`` where the interpreter's start matters, else ``megasdc`` as a fork, see ``StartedCommand``.
     """
     if program is not None:
         settings = {name: value for name, value in {**os.environ, **environ}.items() if value is not None}
         command = [sys.executable, "-m", program, *arguments, "--json"]
         done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
     else:
-        done = run_command(*arguments, "--json", env=environ)
+        done = StartedCommand("megasdc", [*arguments, "--json"], environ, forked_ranks).wait(300)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
@@ -170,7 +172,7 @@ def test_time_decides(golden: Path) -> None:
     """With --minutes the ranks repeat together until the time is over, at least once."""
     code, said = _verify(golden, "--minutes", "0")
     assert (code, [rank["runs"] for rank in said["ranks"]]) == (0, [1, 1])
-    code, said = _verify(golden, "--minutes", "0.2")
+    code, said = _verify(golden, "--minutes", "0.1")
     first, second = [rank["runs"] for rank in said["ranks"]]
     assert code == 0 and first == second > 1
 
@@ -235,7 +237,8 @@ def test_every_device_alone(tmp_path: Path) -> None:
     """Devices that do not communicate each get a verdict; a fault in one does not touch the other."""
     out = tmp_path / "one.golden"
     config = _config(tmp_path, 1, golden={"vocab_size": 100, "seeds": 2, "sequence_lengths": [16, 8]})
-    code, _, error = _megasdc("golden", "record", "--config", str(config), "--out", str(out), "--repeats", "1")
+    arguments = ("--config", str(config), "--out", str(out), "--repeats", "1")
+    code, _, error = _megasdc("golden", "record", *arguments, forked_ranks=True)
     assert code == 0, error
     code, said = _verify(out, "--local", "2", "--repeats", "1")
     assert code == 0
@@ -247,27 +250,30 @@ def test_every_device_alone(tmp_path: Path) -> None:
 
 NOISE = """
 import os
+import runpy
 
-if os.environ.get("RANK") == "0":
-    import torch
+import torch
 
-    original = torch.nn.functional.scaled_dot_product_attention
+original = torch.nn.functional.scaled_dot_product_attention
 
-    def attention(*arguments, **options):
-        result = original(*arguments, **options)
-        return result * (1 + 1e-6 * (os.urandom(1)[0] > 128))
 
-    torch.nn.functional.scaled_dot_product_attention = attention
+def attention(*arguments, **options):
+    result = original(*arguments, **options)
+    return result * (1 + 1e-6 * (os.environ["RANK"] == "0" and os.urandom(1)[0] > 128))
+
+
+torch.nn.functional.scaled_dot_product_attention = attention
+runpy.run_module("megasdc", run_name="__main__")
 """
 
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A golden trace of two replicas."""
+    """A golden trace of two replicas; with fresh processes that of two tensor ranks is made."""
     folder = tmp_path_factory.mktemp("replicas")
     out = folder / "a.golden"
     arguments = ("--config", str(_config(folder, 1)), "--out", str(out), "--replicas", "2", "--repeats", "1")
-    code, _, error = _megasdc("golden", "record", *arguments)
+    code, _, error = _megasdc("golden", "record", *arguments, forked_ranks=True)
     assert code == 0, error
     return out
 
@@ -313,12 +319,11 @@ def test_a_trace_with_nothing_in_it_is_not_recorded(tmp_path: Path, trace: dict[
 
 def test_what_does_not_repeat_is_not_recorded(tmp_path: Path) -> None:
     """A rank whose attention is noisy is refused with the first address, and no file is written."""
-    (tmp_path / "sitecustomize.py").write_text(NOISE)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    (tmp_path / "noisy.py").write_text(NOISE)
     arguments = ("golden", "record", "--config", str(_config(tmp_path, 1)), "--out", str(tmp_path / "x.golden"))
-    code, _, error = _megasdc(*arguments, program="megasdc", PYTHONPATH=path)
-    assert code == 80
-    assert "does not repeat" in error and "core_attention (output) on rank 0" in error
+    done = StartedCommand(str(tmp_path / "noisy.py"), arguments, forked_ranks=True, is_server=True).wait(300)
+    assert done.returncode == 80
+    assert "does not repeat" in done.stderr and "core_attention (output) on rank 0" in done.stderr
     assert not (tmp_path / "x.golden").exists()
 
 
