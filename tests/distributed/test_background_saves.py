@@ -3,7 +3,11 @@
 import os
 import re
 import signal
+import subprocess
+import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from checkpoint_model import Run
 from harness import run_distributed
 from small_disk import small_disk
 
+from megasdc.checkpoint import writer_main, writer_process
 from megasdc.checkpoint.files import list_steps
 from megasdc.checkpoint.manifest import read_manifest
 from megasdc.checkpoint.ranks import CheckpointGroup
@@ -23,10 +28,36 @@ from megasdc.events import EventLog, read_events
 from megasdc.parallel.collectives import StepAgreement
 
 
-class Beside:
-    """A run that saves beside its steps, as the training loop does."""
+class ForkedWriter(subprocess.Popen[bytes]):
+    """A writer without seconds of imports: a fork of its rank, with no open file of it but the pipe."""
 
-    def __init__(self, folder: str, layout: dict[str, Any] | None = None, keep_last: int = 0, **ranks: Any) -> None:
+    def __init__(self, command: list[str], *, pass_fds: list[int], **_: Any) -> None:
+        self.args, self.returncode = command, None
+        self.stdin = self.stdout = self.stderr = None
+        self._waitpid_lock, self._child_created = threading.Lock(), True
+        rank, pipe = os.getpid(), pass_fds[0]
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.closerange(3, pipe)
+            os.closerange(pipe + 1, 4096)
+            writer_main.main(Connection(pipe), rank, describes=True)
+            os._exit(0)
+
+
+class Beside:
+    """A run that saves beside its steps, as the training loop does; its writer is a fork unless ``is_fresh``."""
+
+    def __init__(
+        self,
+        folder: str,
+        layout: dict[str, Any] | None = None,
+        keep_last: int = 0,
+        *,
+        is_fresh: bool = False,
+        **ranks: Any,
+    ) -> None:
+        if not is_fresh:
+            vars(writer_process)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedWriter})
         self.run = Run(**(layout or {}))
         self.saver = DiskSaver(
             Path(folder), self.run.dims, CheckpointGroup(**ranks), torch.device("cpu"), Retention(keep_last)
@@ -59,7 +90,7 @@ def _save_both_ways(folder: str, layout: dict[str, Any], ranks: dict[str, Any]) 
     plain.train(2)
     plain.save(f"{folder}/sync", **ranks)
     plain.train(3)
-    beside = Beside(f"{folder}/async", layout, **ranks)
+    beside = Beside(f"{folder}/async", layout, is_fresh=ranks["storage"] == "node_local", **ranks)
     beside.run.train(2)
     beside.begin()
     beside.step()
@@ -87,7 +118,10 @@ def _save_both_ways(folder: str, layout: dict[str, Any], ranks: dict[str, Any]) 
 def test_files_and_run_are_those_of_a_save_that_waits(
     tmp_path: Path, ranks: int, layout: dict[str, Any], storage: str
 ) -> None:
-    """Each tensor and value of each file is equal, the run is not changed, and it resumes bit for bit."""
+    """Each tensor and value of each file is equal, the run is not changed, and it resumes bit for bit.
+
+    With storage of the node the writers are the processes that a run starts, else forks.
+    """
     for before, after in run_distributed(_save_both_ways, ranks, str(tmp_path), layout, {"storage": storage}):
         assert before == after
     steps = [tmp_path / way / "step_00000002" for way in ("sync", "async")]
