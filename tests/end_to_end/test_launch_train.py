@@ -21,6 +21,7 @@ import pytest
 from slow_link import limit_rate, slow_link
 
 from megasdc.config.load import parse_config
+from megasdc.events import read_events
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
@@ -118,6 +119,22 @@ def test_run_loses_a_node_and_goes_on_without_it(cluster: Cluster, folder: Path)
     assert second.returncode == 0, second.stderr
     assert "not used: node2" in second.stderr
     assert steps_done(folder) == list(range(1, last + 1))
+
+
+@pytest.mark.full  # two starts of fresh processes; ranks that torchrun starts differ in their environment alone
+def test_torchrun_starts_ranks_and_again_after_a_kill(folder: Path) -> None:
+    """With its own launcher's variables and store; the second start goes on from the newest checkpoint."""
+    kill = {"kind": "sigkill", "rank": 1, "steps": [7, 7]}
+    settings = ("megasdc.training.steps=10", f"megasdc.process_faults={json.dumps([kill])}")
+    chosen = [word for one in settings for word in ("--set", one)]
+    argv = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "megasdc.entry.pretrain_gpt"]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    command = [*argv, "--config", "config.json", *chosen]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps_done(folder) == list(range(1, 11))
+    (resumed,) = read_events(folder / "run", kind="resume", name="checkpoint")
+    assert resumed.fields["path"] == "run/checkpoints/step_00000005"
 
 
 def test_a_node_that_missed_the_last_save(tmp_path: Path, folder: Path) -> None:
