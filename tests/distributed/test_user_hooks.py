@@ -107,14 +107,30 @@ def test_every_configuration_has_its_order() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_hooks_run_in_the_order_that_they_always_had(tmp_path: Path, data: Path, name: str) -> None:
-    """The features of each example configuration, around a tiny model: the same hooks in the same order."""
-    config, ranks = tiny_version(name, tmp_path, data)
-    results = train_run(config, ranks)
-    assert [code for code, _ in results] == [0] * ranks, results
-    order = json.loads(next(tmp_path.rglob("order.json")).read_text())
+    """The features that each example configuration names, around a tiny model: the same hooks in the same order."""
+    order = order_of(name, "off", tmp_path, data)
     assert [one for one in order if one != "Order"] == ORDERS[name]
     assert order[order.index("Order") - 1] == "StartReport", "the last of its slot"
     assert {line.hook for line in ORDER if line.always} <= set(order)
+
+
+def test_protection_adds_hooks_and_moves_none(tmp_path: Path, data: Path) -> None:
+    """With the default of a new run: the hooks of one without, in their order, and those that check and keep."""
+    order = order_of("smoke", "standard", tmp_path, data)
+    left = list(order)
+    for one in ORDERS["smoke"]:
+        left.remove(one)
+    assert [one for one in order if one not in left] == ORDERS["smoke"]
+    assert {"StepChecker", "Chain", "MemoryCheckpoints"} <= set(left), order
+
+
+def order_of(name: str, word: str, folder: Path, data: Path) -> list[str]:
+    """Names of hooks of a run of two steps with a word `protect`, as they are called."""
+    config, ranks = tiny_version(name, folder, data)
+    results = train_run(config, ranks, f"megasdc.protect={word}")
+    assert [code for code, _ in results] == [0] * ranks, results
+    order: list[str] = json.loads(next(folder.rglob("order.json")).read_text())
+    return order
 
 
 def tiny_version(name: str, folder: Path, data: Path) -> tuple[Path, int]:
