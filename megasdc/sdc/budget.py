@@ -23,7 +23,7 @@ import torch
 
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import MAX, MIN, Field
-from megasdc.sdc.cost import MOST_EVERY, Cadence, TimeShares, choose_cadence
+from megasdc.sdc.cost import APART, MOST_EVERY, Cadence, TimeShares, choose_cadence
 from megasdc.sdc.host import Host
 
 
@@ -86,6 +86,7 @@ class CheckPlan:
         sets: number of sets of blocks of the gradient, on the rank that has most; None: likewise.
         whole: whether each step looks at all its micro-batches, also where their number changes.
         pace: how often audits come; None: their interval is given.
+        thins: whether ranks compare only in some steps what each step has, where the budget has no room for more.
     """
 
     cadence: Cadence
@@ -97,6 +98,7 @@ class CheckPlan:
     sets: int | None = None
     whole: bool = False
     pace: AuditPace | None = None
+    thins: bool = False
 
 
 logger = logging.getLogger(__name__)
@@ -108,7 +110,7 @@ ADJUST = 10
 FIRST = 4
 """Number of measured steps before the first evaluation: what is expected at the start does not know all checks."""
 USUAL = 20
-"""Number of steps whose median is the usual time of a step."""
+"""Number of steps whose median is the usual time of a step, and that are measured before comparisons become rarer."""
 TIMES = ("looks", "audits", "fixed", "slices", "waits", "steps")
 SHARED = ("slices", "waits", "steps")
 """Names of times in which ranks wait for each other."""
@@ -173,7 +175,7 @@ class CheckBudget:
     def __init__(self, plan: CheckPlan, engine: BudgetedEngine, writer: MetricsWriter | None = None) -> None:
         self._writer, self._engine, self.lines, self.whole = writer, engine, plan.lines, plan.whole
         nothing = TimeShares(0.0, 0.0, 0.0, 0.0)
-        self._cadence, self._share = plan.cadence, plan.budget
+        self._cadence, self._share, self._thins = plan.cadence, plan.budget, plan.thins
         self._shares = plan.expected or nothing
         self._least = nothing if engine.device.type == "cpu" else self._shares
         inside: list[Stopwatch] = []
@@ -194,16 +196,20 @@ class CheckBudget:
         if plan.pace is not None and plan.budget is not None:
             self._audit_cost = plan.pace.least
             self.audit_factor = plan.pace.factor(plan.pace.least, AUDITS_OF_BUDGET * plan.budget)
-        self._due = (0, 0, 0)
+        self._due = (0, 0, 0, 1)
+        self._is_evaluated = True
+        """Whether times are evaluated at the end of the running step; the same on all ranks."""
         self._sent = False
         self._void = True  # the first step also makes what later ones use
         self._warned = False
 
     def _own_value(self, name: str) -> float | None:
         """This rank's value of a time: of the last step for shared times, else the sum over steps; None: not due."""
-        if not self._sent:
+        if not self._sent or not (name in SHARED or self._is_evaluated):
             return None
-        return float(getattr(self._own[-1] if name in SHARED else _total(self._own), name))
+        if name in SHARED:
+            return float(getattr(self._own[-1], name))
+        return float(sum(getattr(one, name) for one in self._own))
 
     @property
     def micro_batches(self) -> int:
@@ -220,14 +226,42 @@ class CheckBudget:
         """Number of looks in which each of a step's micro-batches is looked at."""
         return math.ceil(self.micro_batches / self.cadence.micro_batches)
 
+    @property
+    def share(self) -> float | None:
+        """Largest share of a step's time; None: the cadence is given."""
+        return self._share
+
+    @property
+    def shares(self) -> TimeShares:
+        """Shares of a step that the checks take, as they were measured last."""
+        return self._shares
+
     def looked_at(self, step: int) -> Collection[int]:
         """Numbers of the micro-batches that a step looks at."""
         return self.cadence.looked_at(step, self.micro_batches)
 
-    def begin(self, step: int, *, audits: bool = False) -> None:
-        """Start the time of a step, and find out what it looks at; ``audits``: whether it is audited."""
+    def begin(self, step: int, *, audits: bool = False, compares: bool = True) -> None:
+        """Start the time of a step, and find out what it looks at.
+
+        Args:
+            audits: whether it is audited.
+            compares: whether ranks compare in it what each step has.
+        """
+        if self._thins:  # what was compared before a save is no part of a step
+            for clock in self._clocks:
+                clock.pop_seconds()
         self._step.__enter__()
-        self._due = len(self.looked_at(step)), int(self.cadence.slices(step)), int(audits)
+        self._due = len(self.looked_at(step)), int(self.cadence.slices(step)), int(audits), int(compares)
+        self._is_evaluated = self._sent and self._is_due(step, len(self._agreed) + 1)
+
+    @property
+    def _clocks(self) -> tuple[Stopwatch, ...]:
+        return self.looks, self.audits, self.fixed, self.slices, self.waits
+
+    @staticmethod
+    def _is_due(step: int, agreed: int) -> bool:
+        """Whether times are evaluated at the end of a step; ``agreed``: number of steps whose times are known then."""
+        return agreed == FIRST or step % ADJUST == 0
 
     def ignore_step(self) -> None:
         """Leave this step out of the measurement, since it spends time on a finding."""
@@ -241,12 +275,12 @@ class CheckBudget:
         if self._share is None:
             self._void = False
             return
-        taken = [clock.pop_seconds() for clock in (self.looks, self.audits, self.fixed, self.slices, self.waits)]
+        taken = [clock.pop_seconds() for clock in self._clocks]
         taken = [taken[0], taken[1] + late_s, *taken[2:], step_s]
         if has_agreed := self._sent:  # on the step before
             self._agreed.append(_Times(**{name: field.value for name, field in self._fields.items()}))
         self._sent, self._void = not self._void, False
-        is_due = has_agreed and (len(self._agreed) == FIRST or step % ADJUST == 0)
+        is_due = has_agreed and self._is_evaluated
         if is_due:
             self._update_shares(step)
         if self._sent:
@@ -274,12 +308,13 @@ class CheckBudget:
         sums, own = _total(self._agreed), _total(self._own)
         known, least, step_s = self._shares, self._least, sums.steps / len(self._agreed)
         looks, audits, fixed = (self._fields[name].value for name in ("looks", "audits", "fixed"))
+        compared = (fixed + sums.waits) / own.compared / step_s if own.compared else known.fixed
         of_audits = audits / sums.steps
         if self._pace is not None:
             self._audit_cost = audits / own.audited / step_s if own.audited else self._audit_cost
             of_audits = self._pace.share(self._audit_cost, self.audit_factor)
         self._shares = TimeShares(
-            max((fixed + sums.waits) / sums.steps, least.fixed),
+            max(compared, least.fixed),
             max(of_audits, least.audits),
             max(looks / own.looked / step_s, least.look) if own.looked else known.look,
             sums.slices / own.sliced / step_s if own.sliced else known.slice,
@@ -305,8 +340,10 @@ class CheckBudget:
 
     def _adjust(self, host: Host, step: int, budget: float) -> None:
         now = self.cadence.share(self._shares)
-        chosen = choose_cadence(self._shares, budget if now > budget else ROOM * budget, self.micro_batches)
-        if (chosen.rate < self.cadence.rate) if now > budget else (chosen.rate > self.cadence.rate):
+        limit, thins = budget if now > budget else ROOM * budget, self._thins and len(self._agreed) >= USUAL
+        chosen = choose_cadence(self._shares, limit, self.micro_batches, thins=thins)
+        rates, before_rates = ((one.compare_rate, one.rate) for one in (chosen, self.cadence))
+        if rates < before_rates if now > budget else rates > before_rates:
             self._cadence, before = chosen, now
             now = chosen.share(self._shares)
             if host.dims.rank == 0:
@@ -314,13 +351,17 @@ class CheckBudget:
                     "sdc", "cadence", step=step, **asdict(chosen), budget=budget, was=before, parts=self._shares
                 )
                 logger.info(
-                    "checks look at %d of %d micro-batches in every %d. step from now on: %.2g%% of a step, was %.2g%%",
-                    *(chosen.micro_batches, self.micro_batches, chosen.every, 100 * now, 100 * before),
+                    "checks look at %d of %d micro-batches in every %d. step from now on%s: %.2g%% of a step, was "
+                    "%.2g%%",
+                    *(chosen.micro_batches, self.micro_batches, chosen.every),
+                    "" if chosen.apart == 1 else f", ranks compare parameters and settings in every {chosen.apart}.",
+                    *(100 * now, 100 * before),
                 )
-        if now > budget and self.cadence.every == MOST_EVERY and not self._warned:
+        is_least = self.cadence.every == MOST_EVERY and self.cadence.apart == (APART[-1] if self._thins else 1)
+        if now > budget and is_least and not self._warned:
             self._warned = True
             if host.dims.rank == 0:
-                logger.warning("%s", beyond(self._shares, budget))
+                logger.warning("%s", beyond(self._shares, budget, self.cadence))
 
 
 class _Times(NamedTuple):
@@ -335,14 +376,20 @@ class _Times(NamedTuple):
     looked: float = 0.0
     sliced: float = 0.0
     audited: float = 0.0
+    compared: float = 0.0
 
 
 def _total(steps: Iterable[_Times]) -> _Times:
     return _Times._make(sum(column) for column in zip(_Times(), *steps, strict=True))
 
 
-def beyond(shares: TimeShares, budget: float) -> str:
-    """Message that checks cannot be kept within a budget, with the reason and what to do."""
+def beyond(shares: TimeShares, budget: float, cadence: Cadence = Cadence(1, MOST_EVERY)) -> str:
+    """Message that checks cannot be kept within a budget, with the reason and what to do.
+
+    Args:
+        cadence: the rarest that may be chosen.
+    """
+    needs = "every step needs" if cadence.apart == 1 else f"ranks compare in every {cadence.apart}. step"
     advice = (
         "A longer audit.interval or larger micro-batches cost"
         if round(shares.audits, 4)
@@ -350,6 +397,6 @@ def beyond(shares: TimeShares, budget: float) -> str:
     )
     return (
         f"checks take more than sdc.budget ({budget:.2%} of a step), though only one step in {MOST_EVERY} looks: "
-        f"{shares.fixed:.2%} is of what every step needs, {shares.audits:.2%} of audits, "
+        f"{shares.fixed * cadence.compare_rate:.2%} is of what {needs}, {shares.audits:.2%} of audits, "
         f"{(shares.look + shares.slice) / MOST_EVERY:.2%} of looks. {advice} less"
     )

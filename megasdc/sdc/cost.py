@@ -308,6 +308,8 @@ class Asked:
 
 MOST_EVERY = 50
 """Largest number of steps from one look to the next: a lasting fault must be seen while a run can go back before it."""
+APART = tuple(number for number in range(2, MOST_EVERY + 1) if MOST_EVERY % number == 0)
+"""Numbers of steps from one comparison over ranks to the next, where not each step can have one."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ class TimeShares:
     """Time of checks, each as a share of a step.
 
     Args:
-        fixed: time in every step, whatever is looked at: parameters, the reduction over ranks.
+        fixed: time of comparing over ranks what each step has, whatever is looked at: parameters, settings, norms.
         audits: time of audits, in the mean over all steps.
         look: time of a look at results of one micro-batch.
         slice: time of a look at one slice of the optimizer.
@@ -334,10 +336,13 @@ class Cadence:
     Args:
         micro_batches: number of micro-batches that such a step looks at, others each time.
         every: number of steps from one such step to the next.
+        apart: number of steps from one comparison over ranks to the next; those that look, and those after them, have
+            one besides. More than 1 only where looks are as rare as they may be.
     """
 
     micro_batches: int
     every: int = 1
+    apart: int = 1
 
     def looked_at(self, step: int, of: int) -> Collection[int]:
         """Numbers of the micro-batches that a step looks at, ``of`` all that it has; empty: none."""
@@ -356,6 +361,15 @@ class Cadence:
         """Whether a step looks at a slice of the optimizer: between two looks at results, so that both are short."""
         return step % self.every == self.every // 2
 
+    def compares(self, step: int) -> bool:
+        """Whether ranks compare in a step what each step has."""
+        return step % self.apart == 0 or step % self.every in (0, 1)
+
+    @property
+    def compare_rate(self) -> float:
+        """Mean number of comparisons in a step."""
+        return 1.0 if self.apart == 1 else 1 / self.apart + 1 / self.every
+
     @property
     def rate(self) -> float:
         """Mean number of micro-batches that are looked at in a step."""
@@ -367,16 +381,27 @@ class Cadence:
 
     def share(self, shares: TimeShares) -> float:
         """Time of all checks, as a share of the time of all steps."""
-        return shares.fixed + shares.audits + (shares.look * self.micro_batches + shares.slice) / self.every
+        return (
+            shares.fixed * self.compare_rate
+            + shares.audits
+            + (shares.look * self.micro_batches + shares.slice) / self.every
+        )
 
 
-def choose_cadence(shares: TimeShares, budget: float, micro_batches: int) -> Cadence:
+def choose_cadence(shares: TimeShares, budget: float, micro_batches: int, *, thins: bool = False) -> Cadence:
     """Cadence with as many looks as fit into a share ``budget`` of a step, at most all ``micro_batches`` of every step.
 
     One look in ``MOST_EVERY`` steps is made even where that is more than the budget.
+
+    Args:
+        thins: whether ranks may compare only in some steps what each step has, where even the rarest looks do not fit
+            beside a comparison in each.
     """
     room = budget - shares.fixed - shares.audits
     once = shares.look + shares.slice
+    if thins and once / MOST_EVERY > room:
+        rarer = (Cadence(1, MOST_EVERY, apart) for apart in APART)
+        return next((one for one in rarer if one.share(shares) <= budget), Cadence(1, MOST_EVERY, APART[-1]))
     if once > room:
         return Cadence(1, MOST_EVERY if room <= once / MOST_EVERY else math.ceil(once / room))
     more = (room - once) / shares.look if shares.look else math.inf

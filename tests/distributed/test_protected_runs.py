@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import end_of, events_of, sizes_of, train_run, verdicts_of, write_run
+from whole_runs import end_of, events_of, metrics_of, sizes_of, state_of, train_run, verdicts_of, write_run
 
 pytestmark = pytest.mark.distributed
 
 STANDARD = {"protect": "standard"}
 COMMON = {"deepspeed__gradient_clipping": 0.5, "model__hidden_dropout": 0.1}
+
+
+def _decided(tmp_path: Path) -> dict[str, Any]:
+    """Changes for a run of two replicas that drop micro-batches as a log says."""
+    lines: list[dict[str, Any]] = [{"start": {"step": 0, "data": 2, "micro_batches": 2}}]
+    lines += [{"step": step, "planned": 2, "completed": [2, 1 + step % 2]} for step in range(1, 7)]
+    log = tmp_path / "given.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"drop_compute": {"enabled": True, "replay_decisions": str(log)}}
 
 
 def _write(tmp_path: Path, data: Path, name: str, layout: tuple[int, int, int], **changes: Any) -> Path:
@@ -25,8 +34,10 @@ def _write(tmp_path: Path, data: Path, name: str, layout: tuple[int, int, int], 
         ((1, 1, 2), {"checkpoint__interval": 3}),
         ((1, 1, 1), {}),
         ((1, 2, 2), {"deepspeed__bf16": {"enabled": True}}),
+        ((2, 1, 1), {}),
+        ((1, 1, 2), {"drop_compute": None}),
     ],
-    ids=["dp2", "dp1", "pp2dp2_bf16"],
+    ids=["dp2", "dp1", "pp2dp2_bf16", "tp2", "dp2_drops"],
 )
 def test_standard_changes_no_bit_of_the_training(
     tmp_path: Path, data: Path, layout: tuple[int, int, int], changes: dict[str, Any]
@@ -35,6 +46,8 @@ def test_standard_changes_no_bit_of_the_training(
     audits extra micro-batches, looks at every part, and keeps snapshots; three lines say what it covers.
     """
     ranks = layout[0] * layout[1] * layout[2]
+    if "drop_compute" in changes:
+        changes = _decided(tmp_path)
     often = {"audit": {"interval": 2, "longest_interval": None}, "checkpoint__memory__interval": 2}  # within six steps
     runs = {"off": changes, "standard": {**STANDARD, **often, **changes}}
     for name, fields in runs.items():
@@ -55,6 +68,27 @@ def test_standard_changes_no_bit_of_the_training(
     assert events_of(tmp_path / "off", "start", "protection") == []
     resolved = json.loads((tmp_path / "standard" / "resolved.json").read_text())["megasdc"]
     assert resolved["protect"] == "standard" and resolved["sdc"]["always_on"]["rows"] is True
+
+
+def test_ranks_compare_more_rarely_where_steps_are_tiny(tmp_path: Path, data: Path) -> None:
+    """Where comparing in each step costs more than the budget, three replicas compare in some, and look in step 50;
+    the run ends with the bits of `off`, and a parameter that one has otherwise in a step between passes.
+    """
+    steps = {"training__steps": 56, "training__eval_interval": 0}
+    scaled = {"kind": "scale", "factor": 1.02, "once": True, "steps": [33, 33]}
+    fault = {"phase": "parameter", "slot": "weight", "rank": 1, "submodule": "3.*.linear_proj", **scaled}
+    tight = {**STANDARD, "sdc__budget": 1e-6, **steps}
+    for name, fields in {"off": steps, "standard": tight, "harmed": {**tight, "faults": [fault]}}.items():
+        results = train_run(_write(tmp_path, data, name, (1, 1, 3), **fields), 3)
+        assert [code for code, _ in results if code] == [], results
+    ends = [
+        (state_of(tmp_path / name / "checkpoints" / "step_00000056"), metrics_of(tmp_path / name))
+        for name in ("off", "standard", "harmed")
+    ]
+    assert ends[0] == ends[1] != ends[2]
+    for name in ("standard", "harmed"):
+        assert [one["apart"] for one in events_of(tmp_path / name, "sdc", "cadence")][-1] == 50
+        assert verdicts_of(tmp_path / name) == []
 
 
 def test_standard_finds_names_and_repairs_and_strict_halts(tmp_path: Path, data: Path) -> None:

@@ -31,6 +31,7 @@ from tools.bench.detection.options import (
     LiveOptions,
     OverheadOptions,
     PredictedAccelerator,
+    ProtectOptions,
     RefereeOptions,
     TracedModel,
 )
@@ -179,10 +180,13 @@ def bench_detecting(on_progress: Any, options: CampaignOptions, log: Log = None)
     Kinds x submodules x phases x ranks, in fp32 (GPT-2 style) and bf16 (Llama style); each fault is scored against what
     the injector reports, with --live also for the checks that users have today. Clean runs must raise no alarm. With
     --drills whole runs have faults in the links from tokens to parameters; each must end with the bits of a run
-    without, or the run says in its coverage that such a fault may pass.
+    without, or the run says in its coverage that such a fault may pass. With --protect a preset alone protects these
+    runs, and the table says by kind what it finds.
     """
     if (options.drills or options.kinds) and not options.live:
         raise typer.BadParameter("--drills and --kinds need --live: they are whole runs")
+    if (options.protect or options.budget) and not (options.live and options.drills):
+        raise typer.BadParameter("--protect and --budget need --live and --drills: they are of whole runs")
     if options.faults == 0 and not options.live:
         raise typer.BadParameter("--faults 0 needs --live: nothing else would be injected")
     if log is not None and not options.live:
@@ -243,6 +247,8 @@ def bench_overheads(
     result = bench_overhead(options, on_progress)
     return result if figure is None else (result, lambda: write_page(overhead_page(result), figure, "--figure"))
 
+
+benchmark("protect", "detection.protected:bench_protect", "--blocks 12 --out protect.json", ProtectOptions)
 
 benchmark("bubbles", "detection.bubbles:bench_bubbles", "--blocks 15 --out bubbles.json", BubblesOptions)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, WEIGHT_GRAD, Address
 from megasdc.config.detection import EXTRA, AlwaysOnSection
 from megasdc.config.load import RunConfig
-from megasdc.config.sections import MegasdcSection, TraceSection
+from megasdc.config.sections import OFF, MegasdcSection, TraceSection
 from megasdc.engine.engine import TrainingEngine
 from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
@@ -27,7 +27,9 @@ from megasdc.optim.zero1 import BLOCK, norms_have_equal_bits, owned_fragments
 from megasdc.parallel.collectives import TensorExchange, compare_replicas
 from megasdc.sdc.budget import AUDITS_OF_BUDGET, AuditPace, CheckPlan
 from megasdc.sdc.cost import (
+    APART,
     FP32_BYTES,
+    MOST_EVERY,
     Asked,
     Cadence,
     RankWork,
@@ -55,6 +57,12 @@ MOST_TOKENS = 4096
 CALLS, COLD_CALLS, EXCHANGES, READS = 20, 5, 20, 3
 """Numbers of measured operations; of cold calls, before each of which the caches are filled with something else."""
 
+COMPARED_RARELY = (
+    "Where steps are so short that comparing in each of them costs more than sdc.budget, ranks compare settings, "
+    f"norms, clip factors, places and parameters in every {APART[0]}. to {MOST_EVERY}. step (event sdc/cadence): what "
+    "is wrong in one step between is not seen."
+)
+"""Conclusion of the table of what is covered, where a preset has turned the checks on."""
 PROBE_BYTES = 64 << 20
 """Size of the tensor with which the start measures how fast checks read."""
 _NOTHING = Reads(0, 0)
@@ -126,8 +134,10 @@ def plan_checks(
     budget: float | None = None
     expected = TimeShares(fixed, of_audit / interval, look, 0.0)
     pace = _pace_of(sections, tiers.extra_share)
+    thins = False
     if sections.sdc.always_on.enabled and coverage == "auto":
         budget = sections.sdc.budget_of(engine.dims.data)
+        thins = sections.protect != OFF
         if pace is not None:
             factor = pace.factor(of_audit, AUDITS_OF_BUDGET * budget)
             expected = replace(expected, audits=pace.share(of_audit, factor))
@@ -139,14 +149,14 @@ def plan_checks(
     if sections.audit.enabled:
         told.append(f"an audit {share_text(of_audit)} of its step, {share_text(expected.audits)} of all steps")
     if not told:
-        return CheckPlan(cadence, tuple(lines), budget, expected, slices, products, sets, whole, pace)
+        return CheckPlan(cadence, tuple(lines), budget, expected, slices, products, sets, whole, pace, thins)
     rates = speed.rates
     cost = (
         f"expected cost (an upper bound, far above the real cost for small models): {'; '.join(told)} "
         f"(measured here: checksums {rates.checksum_bytes_per_s / 1e9:.3g} "
         f"GB/s and {rates.checksum_s * 1e6:.3g} us each, matrix product {speed.flop_per_s / 1e12:.3g} TFLOP/s)"
     )
-    return CheckPlan(cadence, (*lines, cost), budget, expected, slices, products, sets, whole, pace)
+    return CheckPlan(cadence, (*lines, cost), budget, expected, slices, products, sets, whole, pace, thins)
 
 
 def _pace_of(sections: MegasdcSection, least: float) -> AuditPace | None:
@@ -204,7 +214,7 @@ def coverage_table(
         offloads=config.offloads_optimizer,
         equal_norms=norms_have_equal_bits(engine.optimizer, engine.device, engine.dims.tensor * engine.dims.pipeline),
     )
-    return render_coverage(config.megasdc, shape)
+    return render_coverage(config.megasdc, shape) + [COMPARED_RARELY] * plan.thins
 
 
 class _Tiers:

@@ -184,9 +184,11 @@ class Chain(Hook):
         Others may be due by now, as the cadence changes between steps: of those it cannot be told whether a copy is
         wrong or its master has changed.
         """
+        self._unequal = []
+        if not self._kept:
+            return
         with self._budget.looks:
             masters, parameters = master_partitions(self._optimizer), own_parameters(self._optimizer)
-            self._unequal = []
             for block in self._kept_blocks:
                 held = block.of(parameters[block.group])
                 cast = block.of(masters[block.group]).to(device=held.device, dtype=held.dtype)

@@ -256,6 +256,8 @@ class StepChecker(Hook):
         """The extra micro-batch that is audited in this step; None: no audit, or of one of the step's micro-batches."""
         self._first_step: int | None = None
         self._covered: Collection[int] = ()
+        self._compares = True
+        """Whether ranks compare in this step what each step has; the same on all of them."""
         self._parameters = parameters
         self._audited, self._checked, checked = _recorders(run, settings)
         self.permuted: PermutedReplay | None = None
@@ -356,8 +358,10 @@ class StepChecker(Hook):
         self._auditing = self.is_audit(step)
         if self.search is not None:
             self.search.place = None
-        self.budget.begin(step, audits=self._auditing)
-        self._covered = self.budget.looked_at(step)
+        has_looked, self._covered = bool(self._covered), self.budget.looked_at(step)
+        # What a step that looked has found in the chain is compared in the next.
+        self._compares = has_looked or bool(self._covered) or self._auditing or self.budget.cadence.compares(step)
+        self.budget.begin(step, audits=self._auditing, compares=self._compares)
         if self.rows is not None:
             turn = self.budget.cadence.turn(step)
             self.rows.choose(turn, self.budget.micro_batches, looks=bool(self._covered))
@@ -366,7 +370,7 @@ class StepChecker(Hook):
         shared = self._begin_batches(run, step)
         if shared is not None and self.permuted is not None:
             self.permuted.begin(run.engine)
-        if self._auditing or (self._always_on.enabled and self._always_on.parameters):
+        if self._auditing or (self._compares and self._always_on.enabled and self._always_on.parameters):
             with self.budget.fixed:
                 self._parameters.start()
 
@@ -397,7 +401,7 @@ class StepChecker(Hook):
         Raises:
             CorruptionError: on all ranks, where the policy is to halt.
         """
-        if not (self._auditing or self._always_on.enabled):
+        if not (self._auditing or (self._always_on.enabled and self._compares)):
             return
         budget, repaired = self.budget, False
         while True:

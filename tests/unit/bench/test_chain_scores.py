@@ -20,6 +20,7 @@ from tools.bench.detection.live_chain import (
     ALWAYS,
     BROKEN,
     CLEAN,
+    DRAWS,
     HARMLESS,
     KINDS,
     MISSED,
@@ -27,6 +28,7 @@ from tools.bench.detection.live_chain import (
     NO_BIT,
     ONCE,
     OWNED,
+    RESULTS,
     RIGHT,
     ROWS,
     SOMETIMES,
@@ -39,7 +41,7 @@ from tools.bench.detection.live_chain import (
     ChainResult,
     _is_declared,
 )
-from tools.bench.detection.options import CHAIN_KINDS
+from tools.bench.detection.options import CHAIN_KINDS, PRESET_KINDS
 
 DRILL = ChainDrill(0, (1, 1, 2), "fp32", ("rest",), "once", (), (1,), ("state",), (1,), (0, 0), ())
 OTHER = ("losses differ in 1 steps, the first is 7",)
@@ -90,17 +92,18 @@ def test_what_the_table_of_a_run_tells(tmp_path: Path) -> None:
     assert [_is_declared(tmp_path, ROWS["update"], one) for one in (ONCE, SOMETIMES, ALWAYS)] == [True, True, False]
     assert not _is_declared(tmp_path, ROWS["parameter"], ONCE), "compared in every step"
     assert not _is_declared(tmp_path, "no such row", ONCE)
-    assert set(ROWS) == set(KINDS) and set(ROWS.values()) <= {row.phase for row in coverage_rows(sections, shape)}
+    assert set(ROWS) == set(DRAWS) and set(ROWS.values()) <= {row.phase for row in coverage_rows(sections, shape)}
 
 
 def test_kinds_are_those_of_the_command_and_can_be_injected() -> None:
     """Each draw is a valid spec of one rank, or of a parameter alike on all, and a seed draws the same again."""
-    assert tuple(KINDS) == CHAIN_KINDS
+    assert tuple(KINDS) == CHAIN_KINDS and tuple(DRAWS) == PRESET_KINDS
     owned = [(0, "2.layer.mlp.linear_fc1", "weight.exp_avg", False), (1, "2.layer.mlp.linear_fc1", "bias.master", True)]
     whole = [(rank, "2.layer.mlp.linear_fc1", "weight", False) for rank in (0, 1)]
-    for name, draw in KINDS.items():
+    addresses = {OWNED: owned, WHOLE: whole, **dict.fromkeys(RESULTS, whole)}
+    for name, draw in DRAWS.items():
         for seed in range(8):
-            drawn = [draw(Cell((1, 1, 2), {OWNED: owned, WHOLE: whole}, random.Random(seed))) for _ in range(2)]
+            drawn = [draw(Cell((1, 1, 2), addresses, random.Random(seed))) for _ in range(2)]
             assert drawn[0] == drawn[1]
             for spec in drawn[0]:
                 assert list(fault_spec_problems(FaultSpec.model_validate(spec))) == [], (name, spec)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megasdc.config.load import parse_config
 from megasdc.config.model import ffn_width
-from megasdc.sdc.cost import Cadence, Rates, median_rates
-from tools.bench.detection.options import OverheadOptions
+from megasdc.sdc.cost import Cadence, Rates, TimeShares, median_rates
+from tools.bench.detection import protected
+from tools.bench.detection.options import OverheadOptions, ProtectOptions
 from tools.bench.detection.overhead import Kept, ModelCost, OverheadResult, extrapolate, judge, work_of
 from tools.bench.detection.overhead_model import (
     ALWAYS_ON,
@@ -138,3 +141,36 @@ def test_wider_models_pay_less() -> None:
         assert list(shares.values()) == sorted(shares.values(), reverse=True), tier
         replay = 1 / options.accelerator.accumulation if tier == PERMUTED else 0.0
         assert extrapolate(slow)[tier][4096] - replay == pytest.approx((shares[4096] - replay) / 2)
+
+
+def _side(plain_s: float, audited_s: float = 0.0) -> dict:
+    """Six blocks of ten steps, of which one has an audited step."""
+    blocks = [{"wall_s": 10 * plain_s, "audited_s": 0.0, "audits": 0} for _ in range(6)]
+    if audited_s:
+        blocks[2] = {"wall_s": 9 * plain_s + audited_s, "audited_s": audited_s, "audits": 1}
+    told = {"cadence": Cadence(1, 50, 10), "shares": TimeShares(0.02, 0.005, 0.04, 0.01), "budget": 0.01}
+    return {"blocks": blocks, "told": told}
+
+
+def test_audits_count_in_the_ratio_of_a_preset_as_the_run_has_measured_them() -> None:
+    """Steps of 1.01 s against 1 s, and half a per cent of audits; the audited step itself changes no block."""
+    options = ProtectOptions(blocks=6, steps_per_block=10)
+    one = protected.judge(options, _side(1.01, 1.7), _side(1.0))
+    assert one.ratios["wall"].median == pytest.approx(1.01 * 1.005) and one.bar == 1.03 and one.passed
+    assert one.counted == (1, 1.7) and one.step_s == pytest.approx((1.01, 1.0))
+    wide = protected.judge(replace(options, hidden=1024), _side(1.02, 1.7), _side(1.0))
+    assert wide.bar == 1.015 and not wide.passed
+
+
+@pytest.mark.parametrize("hidden", [0, 1024])
+def test_sides_differ_in_the_word_alone(tmp_path: Path, hidden: int) -> None:
+    """And what is expanded trains: fields of the file stay."""
+    options = ProtectOptions(hidden=hidden)
+    raw = [protected.config_of(options, word, tmp_path, tmp_path) for word in ("standard", "off")]
+    own = [one["megasdc"] for one in raw]
+    assert [one.pop("protect") for one in own] == ["standard", "off"]
+    assert [Path(one["logging"].pop("run_dir")).name for one in own] == ["run_standard", "run_off"]
+    assert raw[0] == raw[1]
+    config = parse_config(protected.config_of(options, "standard", tmp_path, tmp_path))
+    assert config.megasdc.sdc.always_on.rows and config.megasdc.training.steps == options.total_steps
+    assert options.total_steps % 10 == 0 and options.warmup_steps % 10 == 5, "blocks end between two snapshots"

@@ -29,6 +29,26 @@ def test_as_much_as_the_budget_leaves_room_for(shares: TimeShares, chosen: Caden
         assert chosen.share(shares) <= 0.01
 
 
+@pytest.mark.parametrize(
+    ("shares", "chosen"),
+    [
+        (TimeShares(0.009, 0.0, 0.05, 0.0), Cadence(1, MOST_EVERY)),
+        (TimeShares(0.012, 0.0, 0.05, 0.0), Cadence(1, MOST_EVERY, 2)),
+        (TimeShares(0.03, 0.004, 0.05, 0.0), Cadence(1, MOST_EVERY, 10)),
+        (TimeShares(0.9, 0.0, 0.05, 0.0), Cadence(1, MOST_EVERY, MOST_EVERY)),
+    ],
+    ids=["room for each step", "every second", "audits", "no room"],
+)
+def test_comparisons_come_rarer_where_the_rarest_looks_leave_no_room(shares: TimeShares, chosen: Cadence) -> None:
+    """With a budget of 1 %; steps that look, and those after them, are compared whatever the interval."""
+    assert choose_cadence(shares, 0.01, 4, thins=True) == chosen
+    assert choose_cadence(shares, 0.01, 4).apart == 1, "not unless asked for"
+    assert chosen.share(shares) <= 0.01 or chosen.apart == MOST_EVERY
+    compared = [step for step in range(100, 200) if chosen.compares(step)]
+    assert len(compared) == pytest.approx(100 * chosen.compare_rate) and set(compared) >= {100, 101, 150, 151}
+    assert all(step in compared for step in range(100, 200, chosen.apart))
+
+
 @pytest.mark.parametrize("number", [1, 3, 4])
 @pytest.mark.parametrize("cadence", [Cadence(1), Cadence(2), Cadence(1, 3), Cadence(1, 50)], ids=str)
 def test_everything_is_looked_at_within_the_period(cadence: Cadence, number: int) -> None:

@@ -154,6 +154,47 @@ def test_what_cannot_be_kept_is_told_once(run: Any, clock: Clock, caplog: pytest
     assert "2.00% is of what every step needs" in caplog.text
 
 
+def _compared(one: CheckBudget, run: Any, clock: Clock, number: int, fixed_s: float, saved_s: float = 0.0) -> list[int]:
+    """Take steps of a second; the steps in which ranks compare, which takes them so long each."""
+    compared = []
+    for _ in range(number):
+        run.step += 1
+        due = one.cadence.compares(run.step)
+        one.begin(run.step, compares=due)
+        for field in one.fields:
+            field.receive(field.send())
+        with one.waits:
+            clock.now += fixed_s * due
+        clock.now += 1.0 - fixed_s * due
+        one.end(run, run.step)
+        compared += [run.step] * due
+        with one.waits:  # before a save, between two steps
+            clock.now += saved_s
+    return compared
+
+
+def test_comparisons_follow_what_they_take(
+    run: Any, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three hundredths of a step: in each of the first twenty, then in every fifth, within the budget, and in each
+    again where they take less; what is compared before saves is no part of it.
+    """
+    engine: Any = SimpleNamespace(most_micro_batches=2, device=torch.device("cpu"))
+    one = CheckBudget(CheckPlan(Cadence(1), (), 0.01, TimeShares(0.001, 0.0, 0.001, 0.0), thins=True), engine)
+    assert _compared(one, run, clock, 20, 0.03, saved_s=0.5) == list(range(1, 21))
+    _compared(one, run, clock, 20, 0.03, saved_s=0.5)
+    assert one.cadence == Cadence(1, budget.MOST_EVERY, 5)
+    assert len(_compared(one, run, clock, 100, 0.03, saved_s=0.5)) == 22
+    assert one.cadence.share(one.shares) <= 0.01 and "more than sdc.budget" not in caplog.text
+    _compared(one, run, clock, 200, 0.002)
+    assert one.cadence.apart == 1
+    told = [event.fields["apart"] for event in read_events(tmp_path) if event.name == "cadence"]
+    assert 5 in told and told[-1] == 1
+    _compared(one, run, clock, 300, 0.9)
+    assert one.cadence.apart == budget.MOST_EVERY
+    assert "ranks compare in every 50. step" in caplog.text
+
+
 def test_a_step_with_a_finding_does_not_count(run: Any, clock: Clock) -> None:
     """Repeats of a micro-batch are no cost of looking."""
     one = made(TimeShares(0.001, 0.0, 0.004, 0.0))

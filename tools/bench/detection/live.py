@@ -16,7 +16,7 @@ from typing import Any
 from tools.bench.campaign import run_cells
 from tools.bench.detection.counts import CampaignResult
 from tools.bench.detection.live_cases import LONG, MAJORITY
-from tools.bench.detection.live_chain import ChainPlan, ChainResult, run_chain_drills
+from tools.bench.detection.live_chain import ChainPlan, ChainResult, PresetPlan, run_chain_drills
 from tools.bench.detection.live_rank import run_campaign
 from tools.bench.detection.live_today import OTHERS, compare_with_today
 from tools.bench.detection.live_trial import UNSEEN, LiveTrial, kind_of, row_of
@@ -133,6 +133,9 @@ def bench_live(options: LiveOptions, on_progress: Progress = ignore_progress, lo
     trials = run_cells(run_campaign, options, counts, on_progress) if options.faults else []
     chain = ChainResult([])
     if options.drills:
-        plan = ChainPlan(options.drills, options.drawn, options.layouts, options.clean, options.seed)
+        sizes = options.drills, options.drawn, options.layouts, options.clean, options.seed
+        plan = ChainPlan(*sizes)
+        if options.protect is not None:
+            plan = PresetPlan(*sizes, protect=options.protect, budget=options.budget)
         chain = run_chain_drills(plan, log, on_progress)
     return LiveResult(machine, options, trials, chain)

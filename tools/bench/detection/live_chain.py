@@ -1,9 +1,10 @@
 """Faults in the links from a micro-batch's tokens to the gathered parameters: whole runs, scored by how they end.
 
 Each drill is a run of the training program with all checks that look at every step, and one fault, or two in one step,
-of one element, group and rank. A run that its checks end is started again without the fault, as on another host. What
-counts is the end: every loss, the places in the data and every bit of the last checkpoint against a run without faults.
-A fault after which nothing differs is harmless, and counted apart. Runs without faults must raise no alarm.
+of one element, group and rank; or with a preset alone, and faults in what a micro-batch computes besides. A run that
+its checks end is started again without the fault, as on another host. What counts is the end: every loss, the places in
+the data and every bit of the last checkpoint against a run without faults. A fault after which nothing differs is
+harmless, and counted apart. Runs without faults must raise no alarm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megasdc.common.addresses import PARAMETER, REDUCED_GRAD, UPDATE
+from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.common.errors import CorruptionError, MegasdcError
 from megasdc.config.faults import (
     CLIPPED_GRAD,
@@ -30,6 +31,7 @@ from megasdc.config.faults import (
     STATE_AT_REST,
     TOKENS,
 )
+from megasdc.config.sections import STANDARD
 from megasdc.events import read_events
 from megasdc.train.detection.findings import EVENT_KIND
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
@@ -45,6 +47,8 @@ ALWAYS_COMPARED = "Compared bit by bit in every step"
 """How the coverage of a run begins the list of rows in which nothing passes."""
 STEPS, FIRST_STEPS = 8, (2, 3, 4, 5)
 """Steps of a run, and those in which a fault comes first."""
+PRESET_STEPS, PRESET_FIRST_STEPS = 60, tuple(range(2, 41))
+"""The same of runs with a preset alone: so many that each part is looked at while there is room for it."""
 TWO = 0.25
 """Share of drills with two faults in one step."""
 TIMEOUT_S = 30.0
@@ -172,6 +176,16 @@ def _place(cell: Cell) -> list[Spec]:
     return [{"phase": PLACE, "rank": cell.rank(), "bits": [cell.chance.randrange(4)]}]
 
 
+def _result(phase: str) -> Callable[[Cell], list[Spec]]:
+    def draw(cell: Cell) -> list[Spec]:
+        rank, fqn, slot, _ = cell.one_of(phase)
+        return [{"phase": phase, "rank": rank, "submodule": fqn, "slot": slot, **cell.bit()}]
+
+    return draw
+
+
+RESULTS = (FORWARD, BACKWARD, WEIGHT_GRAD)
+"""Kinds of faults in what a micro-batch computes, of runs with a preset."""
 KINDS: dict[str, Callable[[Cell], list[Spec]]] = {
     "tokens": _tokens,
     "place": _place,
@@ -196,8 +210,9 @@ KINDS: dict[str, Callable[[Cell], list[Spec]]] = {
     "alike": _alike,
 }
 """Kinds of faults: what a rank reads, the chain from its gradient to the parameters, in the order of a step."""
+DRAWS = {**{phase: _result(phase) for phase in RESULTS}, **KINDS}
 ROWS = {
-    **{name: name for name in ("tokens", "place", "norm", "copy", "parameter", "update")},
+    **{name: name for name in (*RESULTS, "tokens", "place", "norm", "copy", "parameter", "update")},
     **dict.fromkeys(("sum", "reduced"), REDUCED_GRAD),
     **dict.fromkeys(("factor", "clipped"), "clipping"),
     **dict.fromkeys(("lr", "beta", "eps", "decay", "count"), "settings"),
@@ -406,6 +421,19 @@ class ChainPlan:
         return [(layout, precision) for layout in self.layouts for precision in self.precisions]
 
 
+@dataclass(frozen=True)
+class PresetPlan(ChainPlan):
+    """The same of runs that a preset alone protects.
+
+    Args:
+        protect: the word of the preset.
+        budget: `sdc.budget` of the runs; None: its default.
+    """
+
+    protect: str = STANDARD
+    budget: float | None = None
+
+
 def run_chain_drills(plan: ChainPlan, log: Path | None, on_progress: Progress) -> ChainResult:
     """Do the drills that are not in the log yet.
 
@@ -430,12 +458,15 @@ class _Runs:
 
     def __init__(self, folder: Path, layout: Layout, precision: str, plan: ChainPlan) -> None:
         self._folder, self._layout, self._precision, self._plan = folder, layout, precision, plan
+        self._preset = plan if isinstance(plan, PresetPlan) else None
+        self._steps = PRESET_STEPS if self._preset else STEPS
         self._data = prepare_texts(folder)
 
     def drills(self, numbers: Sequence[int]) -> Iterator[ChainDrill]:
         """The outcomes of the drills of some numbers, after one that the others are compared with."""
         neutral = {"kind": "scale", "factor": 1.0, "steps": [1, 1]}
-        right = self._config("right", [{"phase": phase, **neutral} for phase in (OWNED, WHOLE)])
+        phases = (OWNED, WHOLE, *(RESULTS if self._preset else ()))
+        right = self._config("right", [{"phase": phase, **neutral} for phase in phases])
         codes = self._launch([(right, [])])[0]
         if not codes or any(codes):
             raise MegasdcError(f"a run without a fault ended with exit codes {list(codes)}: {self._precision}")
@@ -455,9 +486,10 @@ class _Runs:
         kinds = [names[(turn + 2 * place) % len(names)]]  # every kind in every layout and type
         if chance.random() < TWO:
             kinds.append(chance.choice(names))
-        persistence, first = chance.choice(list(PERSISTENCES)), chance.choice(FIRST_STEPS)
+        firsts = PRESET_FIRST_STEPS if self._preset else FIRST_STEPS
+        persistence, first = chance.choice(list(PERSISTENCES)), chance.choice(firsts)
         steps = {"steps": [first, first if persistence == ONCE else None], "seed": chance.randrange(1 << 30)}
-        drawn = [(kind, {**spec, **steps, **PERSISTENCES[persistence]}) for kind in kinds for spec in KINDS[kind](cell)]
+        drawn = [(kind, {**spec, **steps, **PERSISTENCES[persistence]}) for kind in kinds for spec in DRAWS[kind](cell)]
         owners, specs = zip(*drawn, strict=True)
         return Planned(number, self._layout, self._precision, tuple(kinds), persistence, specs, owners)
 
@@ -484,20 +516,37 @@ class _Runs:
                 differs = why_different(read_end(run.parent, run.parent / "checkpoints"), end)
             common = (one.number, one.layout, one.precision, one.kinds, one.persistence, one.specs)
             changed = _changed(run.parent)
-            passed = _passed(run.parent)
-            told = all(_is_declared(run.parent, ROWS[one.owners[spec]], one.persistence) for spec in passed)
+            passed = _passed(run.parent, self._steps)
+            told = all(self._is_told(run.parent, ROWS[one.owners[spec]], one.persistence) for spec in passed)
             late = bool(found and passed)
-            drills.append(ChainDrill(*common, changed, found, named, own, tuple(differs), told, late))
+            drills.append(ChainDrill(*common, changed, found, named, own, tuple(differs), told, late, self._steps))
         return drills
+
+    def _is_told(self, run: Path, row: str, persistence: str) -> bool:
+        """Whether a run says that a fault may pass: with a preset also one that lasts, until its part is due."""
+        if self._preset is None:
+            return _is_declared(run, row, persistence)
+        rarer = any(one.fields["apart"] > 1 for one in read_events(run, kind=EVENT_KIND, name="cadence"))
+        return rarer or _is_declared(run, row, ONCE)
 
     def _launch(self, launches: Sequence[tuple[Path, list[str]]]) -> list[tuple[int, ...]]:
         ranks = math.prod(self._layout)
         return launch([(run, settings, ranks) for run, settings in launches], ranks, self._folder, may_fail=True)
 
-    def _config(self, name: str, faults: Sequence[Spec], steps: int = STEPS) -> Path:
-        more = {
+    def _config(self, name: str, faults: Sequence[Spec], steps: int | None = None) -> Path:
+        steps = self._steps if steps is None else steps
+        common: dict[str, Any] = {
             "faults": list(faults),
             "parallel": {"tensor": self._layout[0], "pipeline": self._layout[1], "timeout_s": TIMEOUT_S},
+        }
+        if self._preset is not None:
+            common |= {"protect": self._preset.protect, "checkpoint": {"interval": 10, "keep_last": 6}}
+            common |= {"sdc": {"budget": self._preset.budget}, "determinism": {}}
+            own = {**PRECISIONS[self._precision], "pipeline": {"activation_checkpoint_interval": 0}}
+            batch = {"train_batch_size": 2 * self._layout[2], **own}
+            return write_config(self._folder / name, self._data, self._layout, steps, common, batch)
+        more = {
+            **common,
             "sdc": {"always_on": {"enabled": True, "coverage": "all", "slice_elements": 1_000_000}, "repeats": 2},
             "checkpoint": {"interval": 2, "keep_last": 3, "require_verified": "never"},
         }
@@ -522,14 +571,14 @@ def _found(run: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return tuple(sorted({one.fields["tier"] for one in events})), tuple(sorted(named))
 
 
-def _passed(run: Path) -> list[int]:
+def _passed(run: Path, steps: int) -> list[int]:
     """Faults that changed a bit before anything was found, in a step that is part of where the run was started again.
 
-    All that changed one where nothing was found.
+    All that changed one where nothing was found, in the run's ``steps``.
     """
     found = [one.step or 0 for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")]
     kept = [one.step or 0 for one in read_events(run, kind="resume", name="checkpoint")]
-    last = min(min(found, default=STEPS + 1) - 1, max(kept, default=STEPS))
+    last = min(min(found, default=steps + 1) - 1, max(kept, default=steps))
     fired = [one for one in read_events(run, kind="fault", name="injected") if one.fields["changed"]]
     return sorted({one.fields["spec"] for one in fired if (one.step or 0) <= last})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megasdc.sdc.cost import Accelerator
 from tools.bench.options import Options, in_unit, option, parse_layouts
@@ -19,6 +19,8 @@ CHAIN_KINDS = (
     *("tokens", "place", "sum", "reduced", "part", "adds", "norm", "factor", "clipped"),
     *("lr", "beta", "eps", "decay", "count", "state", "update", "rest", "groups", "copy", "parameter", "alike"),
 )
+PRESET_KINDS = ("forward", "backward", "weight_grad", *CHAIN_KINDS)
+"""Of runs with a preset alone, with faults in what a micro-batch computes."""
 LIVE_LAYOUTS = ((1, 1, 3), (1, 1, 4), (2, 1, 3), (1, 2, 3), (1, 1, 2), (2, 2, 2), (1, 1, 1), (2, 2, 1))
 DROPOUT = 0.1
 Layouts = tuple[tuple[int, int, int], ...]
@@ -95,6 +97,8 @@ class LiveOptions(DetectionOptions):
         clean: steps without a fault, where there are trials with faults.
         drills: whole runs with faults in the chain from tokens to parameters.
         kinds: of these faults, with commas between; "all".
+        protect: word of the preset that alone protects the drills; None: all checks, of every step.
+        budget: `sdc.budget` of such drills; None: its default.
     """
 
     faults: int = 1000
@@ -102,16 +106,25 @@ class LiveOptions(DetectionOptions):
     layouts: Layouts = LIVE_LAYOUTS
     drills: int = 0
     kinds: str = "all"
+    protect: Literal["standard", "strict"] | None = None
+    budget: float | None = None
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Kinds that drills may have."""
+        return CHAIN_KINDS if self.protect is None else PRESET_KINDS
 
     @property
     def drawn(self) -> tuple[str, ...]:
         """Kinds of faults of drills."""
-        return CHAIN_KINDS if self.kinds == "all" else tuple(one.strip() for one in self.kinds.split(","))
+        return self.known if self.kinds == "all" else tuple(one.strip() for one in self.kinds.split(","))
 
     def problems(self) -> list[str]:
         """See ``Options``."""
-        if unknown := [one for one in self.drawn if one not in CHAIN_KINDS]:
-            return [f"--kinds: {unknown[0]!r} is none of {', '.join(CHAIN_KINDS)}"]
+        if unknown := [one for one in self.drawn if one not in self.known]:
+            return [f"--kinds: {unknown[0]!r} is none of {', '.join(self.known)}"]
+        if self.budget is not None and self.protect is None:
+            return ["--budget: drills without a preset check all of each step; it goes with --protect"]
         if not (self.faults or self.drills):
             return ["--faults, --drills: both are 0, and nothing would be tested; give one of them"]
         return []
@@ -140,6 +153,12 @@ class CampaignOptions:
         None, "With --live: whole runs with faults between tokens and parameters; default: none.", min=0
     )
     kinds: str | None = option(None, f"With --drills: kinds of faults, of {', '.join(CHAIN_KINDS)}; default: all.")
+    protect: Literal["standard", "strict"] | None = option(
+        None, "With --drills: this preset alone protects the runs, and results of micro-batches have faults, too."
+    )
+    budget: float | None = option(
+        None, "With --protect: `sdc.budget` of the runs; as tiny steps are, 1 leaves the room that large ones have."
+    )
     clean: int | None = option(None, "Runs without a fault in between; default: 120; with --live steps, 500.", min=1)
     layouts: Layouts | None = option(
         None,
@@ -292,3 +311,69 @@ class BubblesOptions(Options):
     def slept(self) -> TrainBenchOptions:
         """Sizes where stages sleep: computing takes little beside that."""
         return replace(self.sizes, hidden=64, sequence=32, vocab=256, micro_batch=1)
+
+
+SMOKE = "smoke"
+"""The model of `configs/smoke.json`."""
+
+
+@dataclass(frozen=True)
+class ProtectOptions(Options):
+    """Train with `protect: standard` and `off` in turn, and compare their time; exit code 1 if the bar is missed.
+
+    Whole runs of the training program, with saves, snapshots and health; blocks of steps alternate. Bars of the ratio:
+    1.03 for the model of configs/smoke.json, 1.015 for others. Blocks are without audited steps; what audits take of
+    all steps, as the run has measured it, is added. Run it on a machine that does nothing else.
+
+    Args:
+        hidden: of a model in the place of that of `configs/smoke.json`; 0: none.
+    """
+
+    blocks: int = option(12, "Blocks of each side.", least=1)
+    steps_per_block: int = option(20, "Steps of a block; a multiple of 10, the interval of snapshots.", least=10)
+    warmup: int = option(
+        150, "Steps of each side before the first block, in which audits and looks find their pace.", least=0
+    )
+    hidden: int = option(
+        0, "Width h of a GPT in the place of that of configs/smoke.json, such as 1024; 0: that one.", least=0
+    )
+    layers: int = option(2, "With --hidden: transformer layers.", least=1)
+    sequence: int = option(512, "With --hidden: tokens of a sample.", least=1)
+    accumulation: int = option(2, "With --hidden: micro-batches of a step, of one sample.", least=1)
+    vocab: int = option(4096, "Entries of the vocabulary.", least=400)
+    ranks: int = option(2, "Data-parallel ranks on this machine.", least=1)
+    threads: ClassVar[int] = 1
+
+    def problems(self) -> list[str]:
+        """See ``Options``."""
+        found = []
+        if self.hidden % 64:
+            found.append(f"--hidden: {self.hidden} must be a multiple of 64, the width of a head")
+        if self.steps_per_block % 10:
+            found.append(f"--steps-per-block: {self.steps_per_block} must be a multiple of 10, as snapshots are")
+        return found
+
+    @property
+    def model(self) -> str:
+        """Name of the model in tables."""
+        return f"H={self.hidden}" if self.hidden else SMOKE
+
+    @property
+    def work(self) -> str:
+        """Model and batch of a step, as reports show them."""
+        if not self.hidden:
+            return "configs/smoke.json"
+        return (
+            f"GPT H={self.hidden} L={self.layers} S={self.sequence} vocabulary {self.vocab}; {self.accumulation} "
+            "micro-batches of 1"
+        )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before the first block; blocks begin half-way between two snapshots."""
+        return self.warmup // 10 * 10 + 5
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of each side; the last, after which a run saves, is in no block."""
+        return self.warmup_steps + self.blocks * self.steps_per_block + 5

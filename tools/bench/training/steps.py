@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megasdc.common.errors import MegasdcError
 from tools.bench.machine import describe_machine
@@ -26,7 +26,7 @@ from tools.bench.result import Comparison, ComparisonResult, Report
 from tools.bench.statistics import in_turn, median_walls, ratios
 from tools.bench.training.launch_time import COMMANDS, FUSED_COMMANDS, measure_launches, report_launch
 from tools.bench.training.options import TrainBenchOptions
-from tools.bench.training.steps_rank import compare, run_apart
+from tools.bench.training.steps_rank import OURS, compare, run_apart
 
 AGAINST = ("plain", "hf", "hf-compiled", "determinism", "bounds", "launch")
 APART = ("hf", "hf-compiled")
@@ -226,36 +226,80 @@ class _Turns:
 
 
 def _run_apart(options: TrainBenchOptions, against: str, folder: Path, on_progress: Progress) -> Sides:
-    """Run either loop in ranks of its own, which are idle while the other's block runs."""
-    what, blocks = f"against {against}", options.blocks
-    turns = _Turns(blocks + 1, lambda done: on_progress(what, min(done, blocks), blocks))  # one more is profiled
+    """Run either loop in ranks of its own."""
+    arguments: dict[str, dict[str, Any]] = {}
+    for name in (OURS, against):
+        arguments[name] = {"options": options, "name": name, "folder": folder / name}
+        (folder / name).mkdir()
+    turns = options.blocks + 1  # one more is profiled
+    sides = run_in_turns(run_apart, arguments, turns, options, f"against {against}", folder, on_progress)
+    return sides, None
+
+
+class RankOptions(Protocol):
+    """Options of the ranks of either side."""
+
+    @property
+    def ranks(self) -> int: ...  # noqa: D102
+
+    @property
+    def threads(self) -> int: ...  # noqa: D102
+
+
+def run_in_turns(
+    function: Callable[..., None],
+    arguments: dict[str, dict[str, Any]],
+    turns: int,
+    options: RankOptions,
+    what: str,
+    folder: Path,
+    on_progress: Progress,
+) -> list[dict[str, Any]]:
+    """Run two sides in ranks of their own, which are idle while the other's block runs.
+
+    Args:
+        function: called on each rank; ``send_and_wait`` of its messages ends a turn and waits for the next, until rank
+            0 sends what it reports as ``side``.
+        arguments: of either side, by its name.
+        turns: number of turns of each side.
+        what: name of what is measured.
+        folder: gets the ranks' output.
+
+    Returns:
+        What rank 0 of each side reports.
+
+    Raises:
+        MegasdcError: a rank failed.
+    """
+    order = _Turns(turns, lambda done: on_progress(what, done, turns))
 
     def run(side: int, name: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
 
         def on_message(message: dict[str, Any]) -> None:
             if "side" not in message:
-                turns.acquire(side)
+                order.acquire(side)
             else:
-                turns.release(side)
+                order.release(side)
                 found.update(message["side"])
 
-        place = folder / name
+        place = folder / f"{name}_ranks"
         place.mkdir()
-        arguments = {"options": options, "name": name, "folder": place}
         try:
-            run_in_ranks(run_apart, arguments, options.ranks, place, on_message, threads=options.threads, fresh=True)
+            run_in_ranks(
+                function, arguments[name], options.ranks, place, on_message, threads=options.threads, fresh=True
+            )
         except BaseException:
-            turns.fail()
+            order.fail()
             raise
         return found
 
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(run, side, name) for side, name in enumerate(("ours", against))]
+        runs = [pool.submit(run, side, name) for side, name in enumerate(arguments)]
         try:
             for one in as_completed(runs):
                 one.result()  # of a failed side before that of the side which waits for it
         except BaseException:
-            turns.fail()
+            order.fail()
             raise
-        return [one.result() for one in runs], None
+        return [one.result() for one in runs]
