@@ -147,14 +147,14 @@ def test_a_signal_to_the_front_reaches_the_ranks(
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path, times: int) -> None:  # noqa: F811 - the fixture
+def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path, programs: Path, times: int) -> None:  # noqa: F811
     """Awaited runs come first, nodes side by side on any host, then the tables. A second job repeats nothing."""
     out = folder / "out folder"
     content = {"name": "study", "base": "config.json", "final_steps": 2, "diverged_above_frequencies": False}
     content |= {"set": {"megasdc.training.steps": 6}, "cells": [{"name": "a", "start": {"step": 3}}]}
     content |= {"nodes": [{"name": name, "profile": "node_11", "seed": seed} for seed, name in enumerate("nm")]}
     (folder / "sweep.json").write_text(json.dumps(content))
-    argv = [sys.executable, "-m", "megasdc", "sweep", "sweep.json", "--out", str(out), "--slurm"]
+    argv = [str(programs / "python"), "-m", "megasdc", "sweep", "sweep.json", "--out", str(out), "--slurm"]
     written = slurm.run(*argv, cwd=str(folder))
     assert written.returncode == 0, written.stderr
     for _ in range(times):
