@@ -242,7 +242,13 @@ with socket.socket(socket.AF_UNIX) as asked:
     for number in {passed_on!r}:
         signal.signal(number, lambda got, _: asked.sendall(bytes([got])))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {passed_on!r})
-    code = int(asked.recv(16) or 1)
+    asked.settimeout(1)  # it runs every second, as a front of a launch has to
+    code = None
+    while code is None:
+        try:
+            code = int(asked.recv(16) or 1)
+        except TimeoutError:
+            pass
 if code < 0:
     if code != -signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from harness import StartedCommand
 from typer.testing import CliRunner
 from whole_runs import events_of, prepare_text, write_config
 
@@ -76,13 +77,11 @@ def test_a_killed_sweep_goes_on_without_repeating_finished_runs(tmp_path: Path, 
     out = tmp_path / "out"
     settings = {"megasdc.training.steps": 60, "megasdc.training.eval_interval": 0}
     path = write_sweep(tmp_path, base, set=settings, grid={LR: [1e-3, 2e-3]}, nodes=[NODE])
-    command = [sys.executable, "-m", "megasdc", "sweep", str(path), "--out", str(out), "--workers", "1", "--json"]
-    runner = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    runner = StartedCommand("megasdc", ["sweep", str(path), "--out", str(out), "--workers", "1", "--json"])
     try:
         wait_until(lambda: bool(list(out.glob("runs/*/result.json"))) and bool(processes_in(out)))
     finally:
         runner.kill()
-        runner.wait()
     wait_until(lambda: not processes_in(out))
     finished = {path.parent.name for path in out.glob("runs/*/result.json")}
     assert 1 <= len(finished) < 4
@@ -248,8 +247,9 @@ def test_weights_of_healthy_and_harmed_runs_are_continued(tmp_path: Path, base: 
 
 def _check_tuned_runs(out: Path, rows: dict[tuple[str, str], dict[str, Any]], questions: Path) -> None:
     """The table of fine-tuning says of each run what `megasdc eval --choices` of its checkpoint says."""
-    command = [sys.executable, "-m", "tools.finetune_table", str(out), "--questions", str(questions), "--json"]
-    said = subprocess.run([*command, "--ask", "healed"], capture_output=True, text=True, check=True)
+    options = [str(out), "--questions", str(questions), "--json", "--ask", "healed"]
+    said = StartedCommand("tools.finetune_table", options).wait(200)
+    assert said.returncode == 0, said.stderr
     table = {(one["cell"], one["node"]): one for one in json.loads(said.stdout)}
     assert list(table) == [(cell, node) for cell in ("before", "on the node", "healed") for node in NODES_OF_TABLE]
     asked = {place for place, one in table.items() if one["accuracy"] is not None}
@@ -266,7 +266,7 @@ def _check_tuned_runs(out: Path, rows: dict[tuple[str, str], dict[str, Any]], qu
         step for step, loss in losses_of(out, rows["before", "nans"]["run_id"]) if loss != loss
     ]
     assert table["before", "nans"]["spikes"], "a loss that is not a number is a spike"
-    wrong = subprocess.run([*command, "--ask", "nothing"], capture_output=True, text=True, check=False)
+    wrong = StartedCommand("tools.finetune_table", [*options[:-1], "nothing"]).wait(200)
     assert wrong.returncode == 70 and "there is no cell 'nothing'; there are before" in wrong.stderr
 
 
