@@ -19,22 +19,13 @@ import pytest
 from megasdc.common.host import SHARED_MEMORY
 from megasdc.ops.supervise.history import JournalHistory
 from megasdc.ops.supervise.journal import read_journal
-from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, base_environment, free_port
+from megasdc.parallel.local_ranks import free_port
 from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600), pytest.mark.usefixtures("shm_operator")]
 SCRIPT = Path(__file__).with_name("user_training.py")
 QUICK = {"health": {"slow_floor_s": 8}, "supervise": {"pause_s": 1.0, "spare_test_s": 0, "returns": 0}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """DeepSpeed's operator for CPUs: to compile it takes a start longer than the tests' trainings may stand still."""
-    environment = base_environment(1)
-    if not list(Path(environment[EXTENSIONS_VARIABLE]).glob("deepspeed_shm_comm/*.so")):
-        code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
 
 
 @pytest.fixture
@@ -51,14 +42,14 @@ def settings(folder: Path, **sections: Any) -> str:
     return str(path)
 
 
-def words(*options: str, command: tuple[str, ...]) -> list[str]:
+def words(*options: str, command: tuple[str, ...], python: str | Path = sys.executable) -> list[str]:
     """A command line of ``megasdc run``."""
-    return [sys.executable, "-m", "megasdc", "run", *options, "--", "deepspeed", *command]
+    return [str(python), "-m", "megasdc", "run", *options, "--", "deepspeed", *command]
 
 
-def run(folder: Path, *options: str, ranks: int = 2, script: tuple[str, ...] = ("train.py",)) -> Any:
-    """Run on this host."""
-    command = words(*options, command=("--num_gpus", str(ranks), *script))
+def run(folder: Path, *options: str, python: str | Path = sys.executable) -> Any:
+    """Run two ranks on this host."""
+    command = words(*options, command=("--num_gpus", "2", "train.py"), python=python)
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -91,25 +82,28 @@ def without_megasdc(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int],
 
 
 def test_a_training_ends_as_without_megasdc_and_its_failures_are_named(
-    folder: Path, without_megasdc: Callable[[int], str]
+    folder: Path, without_megasdc: Callable[[int], str], programs: Path
 ) -> None:
-    """Bits and arguments as with ``deepspeed``; a rank that raises, and one that hangs, is named, with a true code."""
+    """Bits and arguments as with ``deepspeed``; a rank that raises, and one that hangs, is named, with a true code.
+
+    The first in fresh processes, those that fail as forks.
+    """
     done = run(folder)
     assert done.returncode == 0 and "all 2 ranks are done" in done.stderr, done.stderr
     assert digest_of(done.stdout) == without_megasdc(2)
     shutil.rmtree(folder / "checkpoints")
     (folder / "fault_fail_1_3").touch()
-    failed = run(folder, "--json")
+    failed = run(folder, "--json", python=programs / "python")
     found = json.loads(failed.stdout)
     assert (failed.returncode, found["exit_code"], found["failed_rank"]) == (1, 1, 1)
     assert "ValueError): a bug of the user's" in found["lines"][0]
     assert "user_program.py" not in failed.stderr, "the traceback begins in the script"
     (folder / "fault_hang_1_7").touch()
-    hung = run(folder, "--config", settings(folder))
+    hung = run(folder, "--config", settings(folder), python=programs / "python")
     assert hung.returncode == 75, hung.stderr
     assert re.search(r"rank 1 on localhost .*\(training of step 8 at train.py:\d+ <module>\): others wait", hung.stderr)
     shown = subprocess.run(
-        [sys.executable, "-m", "megasdc", "summary", "runs/train"],
+        [programs / "megasdc", "summary", "runs/train"],
         cwd=folder,
         capture_output=True,
         text=True,
