@@ -29,11 +29,12 @@ def write_wheel(folder: Path) -> Path:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("parts", [("optimizers",), pytest.param(("optimizers", "profile"), marks=pytest.mark.full)])
-def test_parts_run_on_a_processor(tmp_path: Path, parts: tuple[str, ...]) -> None:
+def test_parts_run_on_a_processor(tmp_path: Path, programs: Path, parts: tuple[str, ...]) -> None:
     """Parts that train and profile pass, what means nothing here is listed with its reason, the picture is there.
 
-    Of the wheels, what is installed here already is left alone.
+    Of the wheels, what is installed here already is left alone. With both parts its processes are fresh, else forks.
     """
+    python = sys.executable if "profile" in parts else programs / "python"
     result = tmp_path / "result.json"
     wheels = write_wheel(tmp_path / "wheels")
     script = str(ROOT / "tests" / "gpu.sh")
@@ -41,7 +42,7 @@ def test_parts_run_on_a_processor(tmp_path: Path, parts: tuple[str, ...]) -> Non
     done = subprocess.run(
         [*call, "--only", *parts, "--out", str(tmp_path / "out")],
         cwd=ROOT,
-        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""},
+        env={**os.environ, "PYTHON": str(python), "PYTHONPATH": ""},
         capture_output=True,
         text=True,
         check=False,
