@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained model in one command: installs, prepares real text, trains a small GPT on two ranks
-# through the deepspeed launcher, saves, resumes, evaluates, and says what came out. A second call reuses what is there.
+# through the deepspeed launcher, saves, resumes, evaluates, says what came out, and tries whether a wrong computation is
+# noticed. A second call reuses what is there, but for the drill.
 #
 #   bash launch/quickstart.sh
 #
@@ -22,20 +23,23 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 config=configs/smoke.json
 run_dir=runs/smoke
 
-echo "== 1/4 text: the standard library of this Python, as tokens"
+echo "== 1/5 text: the standard library of this Python, as tokens"
 megasdc prepare-data --config "$config"
 
 if megasdc summary "$run_dir" --require-finished >/dev/null 2>&1; then
-    echo "== 2/4, 3/4 training: $run_dir holds a finished run; remove the folder to train again"
+    echo "== 2/5, 3/5 training: $run_dir holds a finished run; remove the folder to train again"
 else
-    echo "== 2/4 training on 2 ranks with ZeRO-1, first half; ends with a checkpoint"
+    echo "== 2/5 training on 2 ranks with ZeRO-1, first half; ends with a checkpoint"
     megasdc launch --num-ranks 2 --config "$config" --set megasdc.training.stop_step=200
-    echo "== 3/4 training, second half, resumed from that checkpoint"
+    echo "== 3/5 training, second half, resumed from that checkpoint"
     megasdc launch --num-ranks 2 --config "$config" --set megasdc.checkpoint.resume=must
 fi
 
-echo "== 4/4 result"
+echo "== 4/5 result"
 megasdc summary "$run_dir"
+
+echo "== 5/5 drill: the first 8 steps twice, once with a rank that computes something wrong in step 7"
+megasdc drill --config "$config"
 printf '\nFirst, in this shell and each new one\n  source %q\n' "$MEGASDC_VENV/bin/activate"
 cat <<'EOF'
 
@@ -44,8 +48,6 @@ What to try next
   tensorboard --logdir runs                            after adding "tensorboard": {"enabled": true, "output_path": "runs"}
   docs/index.md                                        tutorials, guides, reference, results
 
-Your own model, with folders of its own for the run and the tokens (a run folder with a checkpoint is resumed)
-  sed -e s:runs/smoke:runs/my: -e s:prepared/stdlib:prepared/my: configs/smoke.json >my.json
-  megasdc prepare-data --config my.json                after editing my.json
-  megasdc launch --num-ranks 2 --config my.json
+Your own model
+  megasdc init my.json                                 asks what it needs, and says the next three commands
 EOF

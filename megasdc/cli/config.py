@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,7 +37,8 @@ def check_config(
         typer.Option(
             "--vocab-size",
             min=1,
-            help="Vocabulary entries, to predict the memory of a step; default: data.tokenizer.vocab_size.",
+            help="Vocabulary entries, to predict the memory of a step; default: of the prepared data, else "
+            "data.tokenizer.vocab_size.",
         ),
     ] = None,
     device_memory_gib: Annotated[
@@ -55,6 +56,73 @@ def check_config(
 
     Relative paths in the file are relative to the folder that the run is started in.
     """
+    if guard:
+        given = {"--world-size": world_size, "--vocab-size": vocab_size, "--device-memory-gib": device_memory_gib}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise typer.BadParameter("not with --guard, whose model is not known", param_hint=", ".join(names))
+        _check_guard(file, overrides, show, as_json)
+        return
+    with _problems_as_json(file, as_json):
+        found = check_file(file, overrides, world_size, vocab_size, device_memory_gib)
+    if as_json:
+        echo(json.dumps({**found.as_dict(), "resolved": found.config.resolved()}, indent=2))
+        return
+    found.print(show, device_memory_gib)
+    if show:
+        echo(json.dumps(found.config.resolved(), indent=2))
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """A file without problems, and what is to be known of it.
+
+    Args:
+        layout: of the ranks; None: their number was not given.
+        memory: predicted for a rank of each stage; empty: not predicted.
+        warnings: of settings that are probably unintended.
+        notes: what was not checked, or is missing for a start.
+    """
+
+    file: Path
+    config: RunConfig
+    layout: BatchLayout | None
+    memory: list[StepMemory]
+    warnings: list[str]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, without the configuration."""
+        return {
+            "ok": True,
+            "source": str(self.file),
+            "warnings": self.warnings,
+            "notes": self.notes,
+            "layout": asdict(self.layout) if self.layout is not None else None,
+            "memory": [{**asdict(stage), "total": stage.total} for stage in self.memory] or None,
+        }
+
+    def print(self, show: bool = False, device_memory_gib: float | None = None) -> None:
+        """Print it for people; with ``show`` to standard error."""
+        from megasdc.train.memory import unpredicted_because
+
+        _print_verdict(self.file, self.warnings, self.notes, show)
+        if self.layout is not None:
+            echo(_describe(self.layout), err=show)
+            echo(_describe_memory(self.memory, device_memory_gib, unpredicted_because(self.config)), err=show)
+
+
+def check_file(
+    file: Path,
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    vocab_size: int | None = None,
+    device_memory_gib: float | None = None,
+) -> CheckedFile:
+    """Check a configuration; arguments as of ``megasdc check-config``.
+
+    Raises:
+        ConfigError: with every problem.
+    """
     from megasdc.config.checks import find_warnings
     from megasdc.train.memory import (
         host_memory_bytes,
@@ -64,41 +132,28 @@ def check_config(
         unpredicted_because,
     )
 
-    if guard:
-        given = {"--world-size": world_size, "--vocab-size": vocab_size, "--device-memory-gib": device_memory_gib}
-        if names := [name for name, value in given.items() if value is not None]:
-            raise typer.BadParameter("not with --guard, whose model is not known", param_hint=", ".join(names))
-        _check_guard(file, overrides, show, as_json)
-        return
-    with _problems_as_json(file, as_json):
-        config, layout = _load(file, overrides, world_size)
+    config, layout = _load(file, overrides, world_size)
     data, micro_batch = (layout.data, layout.micro_batch_size) if layout else (None, 1)
     too_large = memory_warning(config, memory_of_stages(config, 1, data, micro_batch), host_memory_bytes())
     memory: list[StepMemory] = []
     if layout is not None and unpredicted_because(config) is None:
-        entries = vocab_size or config.megasdc.data.tokenizer.vocab_size
+        entries = vocab_size or _vocabulary(config)
         memory = predict_step_memory(config, layout, entries, on_gpu=device_memory_gib is not None)
     too_large_step = _step_warning(memory, device_memory_gib) if memory and device_memory_gib is not None else None
     warnings = [*find_warnings(config), *filter(None, (too_large, too_large_step))]
     notes = [*_protection(config, layout), *_notes(file, overrides, config, layout)]
-    if as_json:
-        result = {
-            "ok": True,
-            "source": str(file),
-            "warnings": warnings,
-            "notes": notes,
-            "layout": asdict(layout) if layout is not None else None,
-            "memory": [{**asdict(stage), "total": stage.total} for stage in memory] or None,
-            "resolved": config.resolved(),
-        }
-        echo(json.dumps(result, indent=2))
-        return
-    _print_verdict(file, warnings, notes, show)
-    if layout is not None:
-        echo(_describe(layout), err=show)
-        echo(_describe_memory(memory, device_memory_gib, unpredicted_because(config)), err=show)
-    if show:
-        echo(json.dumps(config.resolved(), indent=2))
+    return CheckedFile(file, config, layout, memory, warnings, notes)
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """Entries of the vocabulary: of the prepared data, or where there are none as the file says."""
+    from megasdc.data.manifest import DataManifest
+
+    data = config.megasdc.data
+    try:
+        return DataManifest.load(data.path).tokenizer.vocab_size
+    except DataError:  # what is wrong with data that are there, a start says
+        return data.tokenizer.vocab_size
 
 
 def _check_guard(file: Path, overrides: Sequence[str], show: bool, as_json: bool) -> None:

@@ -19,6 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "generate",
     ),
     "Trust the hardware, or not": (
+        "drill",
         "check-determinism",
         "compare-traces",
         "golden",
@@ -39,13 +40,13 @@ _OF_HOST = (
     "megasdc devices (this host's devices), megasdc check-determinism --config FILE (does it repeat bit for bit?), "
     "megasdc preflight --hostfile HOSTS --config FILE (everything before a long run)"
 )
-_OF_BEGIN = "copy configs/smoke.json, edit it, and check it: megasdc check-config FILE --world-size 2"
+_OF_BEGIN = "megasdc init my.json, which asks what it needs; all at once in a fresh clone: bash launch/quickstart.sh"
 _OF_DATA = "megasdc prepare-data --config FILE"
 HINTS = {
     **dict.fromkeys(("train", "pretrain", "start", "resume", "restart"), _OF_TRAINING),
     **dict.fromkeys(("status", "ps", "watch", "monitor", "progress", "logs", "log", "show", "info"), _OF_STATE),
     **dict.fromkeys(("doctor", "check", "diagnose", "test", "selftest"), _OF_HOST),
-    **dict.fromkeys(("init", "new", "create", "setup", "quickstart"), _OF_BEGIN),
+    **dict.fromkeys(("new", "create", "setup", "configure", "quickstart"), _OF_BEGIN),
     **dict.fromkeys(("prepare", "preprocess", "tokenize", "data"), _OF_DATA),
     **dict.fromkeys(("validate", "lint", "config"), "megasdc check-config FILE --world-size N"),
     **dict.fromkeys(

@@ -141,17 +141,20 @@ def _batch_problems(config: RunConfig, data: int) -> list[str]:
 MOST_REPLICAS = 64
 
 
-def smallest_layout(config: RunConfig) -> BatchLayout:
+def smallest_layout(config: RunConfig, at_least: int = 1) -> BatchLayout:
     """The layout with the fewest replicas that the batch sizes allow.
 
+    Args:
+        at_least: number of replicas that are needed.
+
     Raises:
-        ConfigError: none with up to 64 replicas; says what is wrong with one.
+        ConfigError: none with up to 64 replicas; says what is wrong with the fewest.
     """
     ranks = config.megasdc.parallel.tensor * config.megasdc.parallel.pipeline
-    for replicas in range(1, MOST_REPLICAS + 1):
+    for replicas in range(at_least, MOST_REPLICAS + 1):
         with contextlib.suppress(ConfigError):
             return check_layout(config, ranks * replicas)
-    return check_layout(config, ranks)
+    return check_layout(config, ranks * at_least)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> tuple[int, int, int, int]:

@@ -64,6 +64,10 @@ class Terminal:
             assert time.monotonic() < until and self._process.poll() is None, self.screens
             time.sleep(0.05)
 
+    def type(self, line: str) -> None:
+        """Type a line, with its end."""
+        os.write(self._master, f"{line}\n".encode())
+
     def wait(self, timeout_s: float = 60.0) -> int:
         """Until the command has ended by itself; returns its exit code."""
         try:

@@ -288,11 +288,10 @@ def test_train_your_own_model(tmp_path: Path) -> None:
 def _edit_as_a_user_would(config: Path) -> None:
     """Four steps on three modules of the standard library."""
     edited = json.loads(config.read_text(encoding="utf-8"))
-    edited["scheduler"]["params"].update(warmup_num_steps=2, total_num_steps=4)
     sections = edited["megasdc"]
     sections["training"].update(steps=4, eval_interval=4, eval_samples=4)
     sections["data"]["sources"] = [{"pattern": "argparse.py"}, {"pattern": "ast.py"}, {"pattern": "inspect.py"}]
-    sections["data"]["tokenizer"].update(vocab_size=500, train_characters=100_000)
+    sections["data"]["tokenizer"] = {"vocab_size": 500, "train_characters": 100_000}
     sections["data"]["split"] = [8, 1, 1]
     config.write_text(json.dumps(edited), encoding="utf-8")
 

@@ -27,6 +27,13 @@ from megasdc.data.manifest import SplitRecord
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.json"
 NO_DATA = f"data: prepared/stdlib is not there yet: run megasdc prepare-data --config {SMOKE}"
 
+SHORTER = (
+    *("--set", "megasdc.training.steps=40"),
+    *("--set", "scheduler.params.total_num_steps=400"),
+    *("--set", "scheduler.params.warmup_num_steps=40"),
+)
+"""Options that leave the schedule, which would follow the steps, as long as it was: four warnings."""
+
 
 def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -84,7 +91,7 @@ def test_a_command_line_without_dashes_is_shown_with_them(command):
 def test_check_config_says_its_verdict(monkeypatch, tmp_path):
     """What came out is the first line, then what protects the run, what was not checked, and layout."""
     monkeypatch.chdir(tmp_path)
-    result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2)
+    result = run("check-config", SMOKE, *SHORTER, "--world-size", 2)
     assert result.exit_code == 0
     verdict, covered, cost, uncovered, *notes, layout, memory, _header, _one_stage = result.stdout.splitlines()
     assert notes == [NO_DATA]
@@ -153,12 +160,12 @@ def test_check_config_predicts_the_memory_of_a_step():
 
 def test_check_config_prints_a_file_that_loads_to_the_same(tmp_path):
     """With --show its output is the resolved file and nothing else."""
-    result = run("check-config", SMOKE, "--set", "megasdc.training.steps=40", "--world-size", 2, "--show")
+    result = run("check-config", SMOKE, *SHORTER, "--world-size", 2, "--show")
     assert result.exit_code == 0
     assert result.stderr.startswith(f"{SMOKE}: OK, with 4 warnings\n")
     path = tmp_path / "resolved.json"
     path.write_text(result.stdout)
-    assert load_config(path) == load_config(SMOKE, ["megasdc.training.steps=40"])
+    assert load_config(path) == load_config(SMOKE, SHORTER[1::2])
     assert "warning: scheduler.params.total_num_steps" in result.stderr
     assert "2 ranks = tensor 1 x pipeline 1 x data 2" in result.stderr
 

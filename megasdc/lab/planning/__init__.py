@@ -1,1 +1,1 @@
-"""Plans before a run: checkpoint intervals, hosts, audits, drop thresholds."""
+"""Plans before a run: a first configuration, checkpoint intervals, hosts, audits, drop thresholds."""

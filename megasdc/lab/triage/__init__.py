@@ -1,1 +1,1 @@
-"""What a step of a run was trained on, and what went wrong in it."""
+"""What a step of a run was trained on, what went wrong in it, and drills of what would."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megasdc.config.changes import find_changes
 from megasdc.config.checks import check_layout, find_warnings
 from megasdc.config.load import load_config, parse_config
 
@@ -28,6 +29,33 @@ RANKS = {
     "pretrain_pei_h6144": (64, (8, 1, 8)),
 }
 
+SMOKE_WRITTEN_OUT = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.002, "betas": [0.9, 0.95], "eps": 1e-08, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"warmup_num_steps": 40, "total_num_steps": 400, "warmup_type": "linear", "cos_min_ratio": 0.1},
+    },
+    "megasdc": {
+        "model": {"preset": "gpt2-1m"},
+        "data": {
+            "path": "prepared/stdlib",
+            "sequence_length": 128,
+            "split": [98, 1, 1],
+            "tokenizer": {"kind": "sentencepiece", "vocab_size": 4096, "train_characters": 5_000_000},
+        },
+        "parallel": {"tensor": 1, "pipeline": 1},
+        "training": {"steps": 400, "seed": 1234, "eval_interval": 100, "eval_samples": 32},
+        "checkpoint": {"interval": 100, "keep_last": 2},
+        "logging": {"run_dir": "runs/smoke", "interval": 20},
+    },
+}
+"""`configs/smoke.json` as it was, with every field that it stands for."""
+
 
 @pytest.mark.parametrize("name", RANKS)
 def test_example_fits_its_ranks(name):
@@ -38,6 +66,20 @@ def test_example_fits_its_ranks(name):
     assert (layout.tensor, layout.pipeline, layout.data) == expected
     assert find_warnings(config) == []
     assert parse_config(config.resolved()) == config
+
+
+def test_smoke_says_only_what_does_not_follow():
+    """The file before, with every field written out, and the short one are one configuration on 2 ranks, so that runs
+    go on; on other numbers of ranks a step keeps its samples.
+    """
+    short = load_config(FOLDER / "smoke.json")
+    long = parse_config(SMOKE_WRITTEN_OUT)
+    assert len((FOLDER / "smoke.json").read_text().splitlines()) <= 25
+    assert check_layout(short, 2) == check_layout(long, 2) and find_changes(long.resolved(), short, 2, 2) == []
+    sizes = {"gradient_accumulation_steps": check_layout(short, 2).accumulation_steps}
+    assert {**short.resolved(), **sizes} == long.resolved()
+    assert [check_layout(short, ranks).accumulation_steps for ranks in (1, 2, 3, 4)] == [4, 2, 2, 1]
+    assert {check_layout(short, ranks).train_batch_size for ranks in (1, 2, 3, 4)} == {16}
 
 
 @pytest.mark.parametrize("name", [name for name in RANKS if "pei" in name])
