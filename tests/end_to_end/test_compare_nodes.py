@@ -36,11 +36,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, runs: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, runs: Path, programs: Path) -> Iterator[Cluster]:
     """Three hosts, each with the same two steps of a model in its own folder."""
     env = {
         "PATH": os.environ["PATH"],
-        "PYTHON": sys.executable,
+        "PYTHON": str(programs / "python"),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "DS_ACCELERATOR": "cpu",

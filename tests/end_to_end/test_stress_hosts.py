@@ -39,16 +39,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield hosts
 
 
-def start(cluster: Cluster, folder: Path, *options: str) -> subprocess.Popen[str]:
+def start(cluster: Cluster, folder: Path, *options: str, python: str | Path = sys.executable) -> subprocess.Popen[str]:
     """Call the command on the first host."""
-    argv = [sys.executable, "-m", "megasdc", "stress", "--json", "--timeout", "120", *options]
+    argv = [str(python), "-m", "megasdc", "stress", "--json", "--timeout", "120", *options]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return cluster.popen("node1", argv, cwd=str(folder), **pipes)
 
 
-def stress(cluster: Cluster, folder: Path, *options: str, hosts: int = 2) -> tuple[int, dict[str, Any]]:
+def stress(
+    cluster: Cluster, folder: Path, *options: str, hosts: int = 2, python: str | Path = sys.executable
+) -> tuple[int, dict[str, Any]]:
     hostfile = cluster.hostfile(cluster.names[:hosts])
-    process = start(cluster, folder, "--hostfile", str(hostfile), *options)
+    process = start(cluster, folder, "--hostfile", str(hostfile), *options, python=python)
     said, errors = process.communicate(timeout=400)
     assert said, errors
     return process.returncode, json.loads(said)
@@ -58,9 +60,10 @@ def verdicts(said: dict[str, Any]) -> dict[str, str]:
     return {host["host"]: host["status"] for host in said["hosts"]}
 
 
-def test_the_harmed_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_harmed_host_is_named(cluster: Cluster, tmp_path: Path, programs: Path) -> None:
     """A profile on one host: 73, that host unhealthy with what was wrong, the other healthy in all tests."""
-    code, said = stress(cluster, tmp_path, "--rounds", "1", "--drill", "node_10@node2", "--out", "said.json")
+    options = ("--rounds", "1", "--drill", "node_10@node2", "--out", "said.json")
+    code, said = stress(cluster, tmp_path, *options, python=programs / "python")
     assert (code, verdicts(said)) == (73, {"node1": "healthy", "node2": "unhealthy"})
     assert said["drill"]["found"] and json.loads((tmp_path / "said.json").read_text()) == said
     healthy, harmed = said["hosts"]
