@@ -5,7 +5,7 @@
 Two hosts with two ranks each train a tiny GPT; one rank is slow from the first step on, another computes wrong values
 from step 30 on, which an audit finds. ``top.svg`` is the live view shortly before, ``incident.png`` the page that the
 run leaves. Then a supervised run loses a host: what the supervisor says is printed. Needs what test hosts need
-(``tools/hosts.py``), Chromium, and two minutes on 2 cores.
+(``megasdc/ops/cluster.py``), Chromium, and two minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 from rich.console import Console
 
 from megasdc.common.errors import DataError
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.top.screen import Screen
 from megasdc.ops.top.view import RunWatcher
-from tools.hosts import Cluster, unavailable_reason
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "images"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from tools.hosts import SUBNET, Cluster
+from megasdc.ops.cluster import SUBNET, Cluster
 
 PROGRAMS = ("munged", "slurmctld", "slurmd")
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"

@@ -10,7 +10,7 @@ from megasdc.common.program import run_program
 
 # isort: off
 from megasdc.cli import config, init, run, preflight, supervise, checkpoints, compare, archive  # noqa: F401
-from megasdc.cli import interchange, golden, devices, stress, drill  # noqa: F401
+from megasdc.cli import interchange, golden, devices, stress, drill, hosts  # noqa: F401
 from megasdc.cli.plan import audits, checkpoints as plan_checkpoints, runs  # noqa: F401
 from megasdc.cli import dropcompute, study, sweep, report, metrics, triage  # noqa: F401
 # isort: on

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from megasdc.output.page import Page
 
 _PLACES = "megasdc.places"
+COMMAND = "-- COMMAND"
+"""How help names any program with its arguments."""
 
 
 class _ShowsFlags:
@@ -56,6 +58,9 @@ class _Command(_ShowsFlags, TyperCommand):
         if any(one.startswith("-") for one in args[begin:]):
             meant = shlex.join([*args[:begin], "--", *args[begin:]])
             ctx.fail(f"put -- before DeepSpeed's command line: {ctx.command_path} {meant}")
+        unmarked = any(one.metavar == COMMAND for one in self.params) and not {"--", "-h", "--help"} & set(args)
+        if unmarked and sum(not one.startswith("-") for one in args) > 1:  # else nothing is given that could be one
+            ctx.fail(f"put -- before the command: {ctx.command_path} 2 -- PROGRAM ARGUMENT ...")
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Start a run": ("init", "check-config", "preflight", "launch", "run", "supervise", "schema", "config-table"),
+    "Start a run": (
+        *("init", "check-config", "preflight", "launch", "run", "supervise", "test-hosts"),
+        *("schema", "config-table"),
+    ),
     "Watch a run, and see what came of it": ("top", "summary", "report", "export-metrics", "triage"),
     "Data": ("prepare-data", "verify-data", "inspect-data"),
     "Checkpoints and models": (

@@ -266,8 +266,8 @@ def forked_programs(folder: Path) -> Iterator[Path]:
     """A folder for ``PATH`` whose ``megasdc``, ``deepspeed`` and ``python``, and ranks, are forks of the server.
 
     For commands that call programs by their names, see ``run_command``: they have the caller's streams and environment,
-    get its signals, and end with it. Called on a test host (``tools.hosts``) they run there. ``python`` runs modules
-    and scripts so, and itself what looks at its parent or gets further open files (``_REAL``), and anything else.
+    get its signals, and end with it. Called on a test host (``megasdc.ops.cluster``) they run there. ``python`` runs
+    modules and scripts so, and itself what looks at its parent or gets further open files (``_REAL``), and all else.
 
     Args:
         folder: for the programs and a socket; a short path, as sockets' names must be.

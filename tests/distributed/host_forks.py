@@ -11,7 +11,7 @@ from multiprocessing import connection, forkserver
 from typing import Any
 
 NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
-"""CLONE_NEWNS, NEWUTS, NEWIPC, NEWPID and NEWNET: those of a host of ``tools.hosts``."""
+"""CLONE_NEWNS, NEWUTS, NEWIPC, NEWPID and NEWNET: those of a host of ``megasdc.ops.cluster``."""
 PR_SET_PDEATHSIG = 1
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals that who stands for a process elsewhere passes on to it."""

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megasdc.common.errors import ConfigError
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.launch.command import NODE_MODULE
 from megasdc.ops.supervise.goodput import PARTS
 from megasdc.ops.supervise.journal import FOLDER, Journal, JournalEntry
@@ -25,7 +26,7 @@ from tools.bench.supervised.faults import CONDITIONS, FULL_S, KINDS
 from tools.bench.supervised.options import SupervisedOptions
 from tools.bench.supervised.target import RUN_BYTES, SshTarget, _own_file_system
 from tools.bench.supervised.verdict import SupervisedResult
-from tools.hosts import Cluster, clock_library, unavailable_reason
+from tools.clock import clock_library
 from tools.slurm_hosts import slurm_unavailable_reason
 
 REASON = unavailable_reason()

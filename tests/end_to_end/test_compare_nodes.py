@@ -19,7 +19,7 @@ from test_launch_train import tiny_config
 from megasdc.config.load import parse_config
 from megasdc.data.prepare import prepare
 from megasdc.events import read_events
-from tools.hosts import Cluster, unavailable_reason
+from megasdc.ops.cluster import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 ROOT = Path(__file__).resolve().parents[2]

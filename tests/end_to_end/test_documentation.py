@@ -22,6 +22,7 @@ from harness import forked_programs
 
 from megasdc.cli import app, compare
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, ExcludedNodeError
+from megasdc.ops.cluster import unavailable_reason
 from tools.bench import commands as bench_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,6 +181,9 @@ def _invocations(command: str) -> Iterator[list[str]]:
     for part in re.split(r";\s*(?:do\s+)?", command):
         words = shlex.split(part)
         words = [word for word in words if word != "-m"] if words[:2] == ["python", "-m"] else words
+        if words[:2] == ["megasdc", "test-hosts"]:
+            yield words[1:]
+            words = words[words.index("--") + 1 :]
         if words[:1] == ["megasdc"] or (words[:1] == ["python"] and words[1] in TOOLS):
             yield words[1:]
 
@@ -319,6 +323,24 @@ def test_a_tutorial_runs(tmp_path: Path, page: str) -> None:
     with tempfile.TemporaryDirectory() as folder, forked_programs(Path(folder)) as programs:
         for block in blocks:
             run(sandbox, block.text, programs)
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+def test_the_tutorial_of_two_hosts_runs(tmp_path: Path) -> None:
+    """Its blocks, as printed, between two test hosts: checked, started, a host lost, ended, and compared.
+
+    Ranks are fresh processes.
+    """
+    sandbox = make_sandbox(tmp_path)
+    said = [run(sandbox, block.text) for block in read_blocks(DOCS / "tutorials" / "two-hosts.md")]
+    whole = "\n".join(said)
+    lost, ended = (text for text in said if "megasdc launch: launch " in text and "step " in text)
+    assert "\nnode2\n" in said[0] and "exit code 78" in lost
+    assert "rank 1 on node2: no done record (killed or host lost" in lost
+    assert "node2: cannot be reached over SSH" in lost
+    assert "all 2 ranks are done" in ended and re.search(r"steps\s+60 of 60", ended), whole
+    assert {path.name for path in (sandbox / "nodes").glob("*.manifest")} == {"node1.manifest", "node2.manifest"}
 
 
 USED = [block for page in (README, *(DOCS / "guides" / f"{name}.md" for name in GUIDES)) for block in read_blocks(page)]

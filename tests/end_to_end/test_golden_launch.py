@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megasdc.config.load import parse_config
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.golden.record import record_golden_trace
-from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

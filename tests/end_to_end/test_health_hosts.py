@@ -19,12 +19,13 @@ from slow_link import slow_link
 from test_launch_train import folder  # noqa: F401 - a fixture
 
 from megasdc.events import Event, read_events
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.health.shared_folder_heartbeat import SIGN, node_name
 from megasdc.ops.launch.command import NODE_MODULE
 from megasdc.ops.run_folder.summary import summarize_run
 from megasdc.ops.supervise import attempt_process as front
 from megasdc.ops.supervise.journal import FOLDER, read_journal
-from tools.hosts import Cluster, clock_library, unavailable_reason
+from tools.clock import clock_library
 
 REASON = unavailable_reason()
 pytestmark = [

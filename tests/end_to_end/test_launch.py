@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.launch.records import collect
-from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

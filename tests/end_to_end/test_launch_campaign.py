@@ -20,8 +20,8 @@ import psutil
 import pytest
 from test_launch_train import folder, steps_done
 
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.parallel.local_ranks import free_port
-from tools.hosts import Cluster, unavailable_reason
 
 __all__ = ["folder"]
 pytestmark = [pytest.mark.end_to_end, pytest.mark.full, pytest.mark.timeout(0)]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from test_launch import ROOT, WORKER, write_small_config
 
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.launch import gather
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, collect
-from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]

@@ -12,8 +12,8 @@ from test_launch_train import folder, tiny_config  # noqa: F401 - a fixture
 
 import megasdc
 from megasdc.lab.studies.tables import summarize_study
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.run_folder.study_log import read_study
-from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from slow_link import limit_rate, slow_link
 
 from megasdc.config.load import parse_config
 from megasdc.events import read_events
-from tools.hosts import Cluster, unavailable_reason
+from megasdc.ops.cluster import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [
@@ -210,8 +209,7 @@ def training_with_pings(cluster: Cluster, folder: Path, hosts: int) -> Iterator[
     limit_rate(cluster, 200)
     try:
         yield wait
-        (launch,) = psutil.Process(run.pid).children()  # of the program that enters the host
-        launch.send_signal(signal.SIGTERM)
+        run.send_signal(signal.SIGTERM)
         assert run.wait(60) == 0
     finally:
         run.kill()

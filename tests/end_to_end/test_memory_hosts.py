@@ -14,7 +14,7 @@ from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 from test_supervise import ended_as_without_faults, write
 
 from megasdc.events import read_events
-from tools.hosts import Cluster, unavailable_reason
+from megasdc.ops.cluster import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

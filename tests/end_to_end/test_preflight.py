@@ -18,7 +18,7 @@ import pytest
 from harness import forked_programs
 from test_launch_train import STEPS, folder  # noqa: F401 - a fixture
 
-from tools.hosts import Cluster, unavailable_reason
+from megasdc.ops.cluster import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600)]

@@ -25,7 +25,7 @@ from test_supervise import (
 )
 
 from megasdc.events import read_events
-from tools.hosts import Cluster, unavailable_reason
+from megasdc.ops.cluster import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -18,8 +18,8 @@ from test_launch_train import folder  # noqa: F401 - a fixture
 
 from megasdc.events import read_events
 from megasdc.lab.sweeps.results import read_sweep
+from megasdc.ops.cluster import unavailable_reason
 from megasdc.ops.launch.records import collect
-from tools.hosts import unavailable_reason
 from tools.slurm_hosts import SlurmCluster, slurm_unavailable_reason
 
 REASON = unavailable_reason() or slurm_unavailable_reason()

@@ -14,7 +14,7 @@ from test_launch import ROOT
 from test_launch_train import folder, steps_done  # noqa: F401 - a fixture
 from test_supervise import STEPS, ended_as_without_faults, history_of, write
 
-from tools.hosts import unavailable_reason
+from megasdc.ops.cluster import unavailable_reason
 from tools.slurm_hosts import SlurmCluster, slurm_unavailable_reason
 
 REASON = unavailable_reason() or slurm_unavailable_reason()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from slow_link import limit_rate, slow_link
 
-from tools.hosts import Cluster, unavailable_reason
+from megasdc.ops.cluster import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 ROOT = Path(__file__).resolve().parents[2]

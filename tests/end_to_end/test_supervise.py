@@ -19,11 +19,11 @@ from whole_runs import train_run
 
 from megasdc.events import read_events
 from megasdc.metrics.writer import read_metrics
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.supervise.goodput import goodput_of
 from megasdc.ops.supervise.history import Attempt, JournalHistory
 from megasdc.ops.supervise.journal import Journal, read_journal
 from megasdc.ops.supervise.launch_backend import overrides_of
-from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from megasdc.common.host import SHARED_MEMORY
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.supervise.history import JournalHistory
 from megasdc.ops.supervise.journal import read_journal
 from megasdc.parallel.local_ranks import free_port
-from tools.hosts import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600), pytest.mark.usefixtures("shm_operator")]

@@ -20,6 +20,7 @@ from test_launch_train import tiny_config
 
 import megasdc
 from megasdc.events import read_events
+from megasdc.ops.cluster import unavailable_reason
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(400)]
@@ -113,6 +114,16 @@ def _port() -> int:
     from megasdc.parallel.local_ranks import free_port
 
     return free_port()
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+def test_hosts_of_the_wheel(environment: Path, tmp_path: Path) -> None:
+    """Test hosts need nothing of the repository; a login on one finds the programs and modules of the environment."""
+    asked = "python -c 'import megasdc; print(megasdc.__file__)'"
+    words = (environment / "megasdc", "test-hosts", 2, "--", "ssh", "node2", f"megasdc --version && {asked}")
+    said = run(*words, cwd=tmp_path)
+    assert f"megasdc {megasdc.__version__}\n" in said and said.count(str(environment.parent)) == 1, said
+    assert said.splitlines()[-1].startswith(str(environment.parent))
 
 
 def test_what_an_installation_has(environment: Path, built: tuple[Path, Path]) -> None:

@@ -44,6 +44,7 @@ ROOMS = {
     "attached": 5,
     "train": 5,
     # ops: what surrounds a run on its hosts
+    "ops/cluster": 0,
     "ops/archive": 0,
     "ops/devices": 0,
     "ops/health": 1,

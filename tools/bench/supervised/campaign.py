@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megasdc.common.errors import LaunchError, MegasdcError
 from megasdc.events import read_events
+from megasdc.ops.cluster import unavailable_reason
 from megasdc.ops.supervise.history import JournalHistory
 from megasdc.ops.supervise.journal import FOLDER, read_journal
 from megasdc.ops.supervise.launch_backend import union
@@ -37,7 +38,6 @@ from tools.bench.supervised.options import SupervisedOptions
 from tools.bench.supervised.slurm import in_slurm
 from tools.bench.supervised.target import OWN_ENDS, SPARES, Target, over_ssh
 from tools.bench.supervised.verdict import SupervisedResult
-from tools.hosts import unavailable_reason
 from tools.slurm_hosts import slurm_unavailable_reason
 
 Planned = tuple[Layout, tuple[str, ...], int]

@@ -20,9 +20,10 @@ from typing import Any
 import psutil
 
 from megasdc.common.errors import LaunchError
+from megasdc.ops.cluster import Cluster
 from megasdc.ops.launch.command import NODE_MODULE
 from megasdc.ops.supervise.journal import FOLDER, JOURNAL_FILE
-from tools.hosts import Cluster, clock_library
+from tools.clock import clock_library
 
 ENVIRONMENT = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 """Of all processes on test hosts."""
@@ -172,9 +173,10 @@ class Target(ABC):
     def on_host(self, host: str, script: str) -> None:
         """Run a shell script on a host that is on; one that fails there is a problem."""
         if self.hosts.is_on(host):
-            done = self.hosts.run(host, ["sh", "-ec", script])
-            if done.returncode and self.hosts.is_on(host):
-                self.problems.append(f"{script!r} failed on {host}: {done.stderr[-300:]}")
+            with suppress(LaunchError):  # it has lost its power just now
+                done = self.hosts.run(host, ["sh", "-ec", script])
+                if done.returncode and self.hosts.is_on(host):
+                    self.problems.append(f"{script!r} failed on {host}: {done.stderr[-300:]}")
 
     def condition(self, host: str, undo: Callable[[], object], seconds: tuple[float, float] = LONG_S) -> None:
         """A host has a condition from now on, which is undone after a while."""

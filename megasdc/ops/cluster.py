@@ -1,19 +1,25 @@
-"""A throw-away cluster: several test hosts on one machine, with real SSH between them and real power cuts.
+"""Test hosts: several hosts on one machine for as long as a command or a test runs, with real SSH and power cuts.
 
 Each host is a set of its own network, UTS, IPC, PID and mount namespaces whose first process is that host's sshd; a
 bridge in one more network namespace is the switch. Nothing is named in /etc, /run or /var, and everything dies with
 the Python process that made it, also when that process is killed with SIGKILL. The hosts share the machine's file
-system, except for the folders given as private.
+system, except for /run, /dev/shm and the folders given as private.
 
 Needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN, and the Debian packages iproute2, openssh-server, openssh-client, pdsh.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +27,22 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from megasdc.common.errors import LaunchError
+from megasdc.common.program import echo
+from megasdc.train.signals import exiting_on_signals
 
+HOSTS_VARIABLE = "MEGASDC_TEST_HOSTS"
+HOSTFILE_VARIABLE = "MEGASDC_TEST_HOSTFILE"
+PLACEHOLDER = "{hostfile}"
+"""What the hostfile's path takes the place of in a command."""
+MOST_HOSTS = 64
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
+OWN_FOLDERS = (Path("/dev/shm"), Path("/run"))
+"""Memory of each host: nothing in it is seen by another one."""
 POLL_S = 0.01
+DRAIN_S = 0.1
+SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
+_LIBC = ctypes.CDLL(None, use_errno=True)
 PACKAGE_OF_PROGRAM = {
     "ip": "iproute2",
     "sshd": "openssh-server",
@@ -56,21 +74,128 @@ SWITCH_SCRIPT = "ip link add br0 type bridge; ip link set br0 up; exec sleep inf
 
 
 def unavailable_reason() -> str | None:
-    """Say why this machine cannot make test hosts, or return None when it can."""
+    """Say why this machine cannot make test hosts, and what to do, or return None when it can."""
     if os.geteuid() != 0:
-        return "test hosts need root"
-    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    missing = sorted({package for name, package in PACKAGE_OF_PROGRAM.items() if not shutil.which(name, path=path)})
+        return (
+            "test hosts need root, for namespaces of networks, processes and mounts: "
+            'put `sudo env "PATH=$PATH"` before the command'
+        )
+    missing = sorted({package for name, package in PACKAGE_OF_PROGRAM.items() if not shutil.which(name, path=_path())})
     if missing:
-        return f"missing Debian packages: {' '.join(missing)}"
+        return f"test hosts need Debian packages that are missing: apt-get install {' '.join(missing)}"
     flags = ["--net", "--uts", "--ipc", "--pid", "--mount", "--mount-proc", "--kill-child", "--fork"]
     attempt = subprocess.run(
         ["unshare", *flags, "sh", "-ec", "ip link add br0 type bridge; mount -t tmpfs none /run"],
         capture_output=True,
         text=True,
+        env=_tools_environment(),
         check=False,
     )
-    return None if attempt.returncode == 0 else f"namespaces are not permitted: {attempt.stderr.strip()}"
+    if attempt.returncode == 0:
+        return None
+    return (
+        f"test hosts need namespaces, which are not permitted here: {attempt.stderr.strip()}; "
+        "a container needs --cap-add SYS_ADMIN --cap-add NET_ADMIN, or --privileged"
+    )
+
+
+def run_on_hosts(
+    command: Sequence[str],
+    num_hosts: int,
+    slots: int = 1,
+    private: Sequence[Path] = (),
+    folder: Path | None = None,
+) -> int:
+    """Run a command on the first of several test hosts, and return its exit code once the hosts are gone.
+
+    The command has this process's environment, streams and working folder, and in addition the names of all hosts
+    (``MEGASDC_TEST_HOSTS``, with spaces between) and the path of a hostfile of them (``MEGASDC_TEST_HOSTFILE``). Logins
+    over SSH have PATH, PYTHONPATH and the user's cache. SIGINT, SIGTERM and SIGHUP are passed on to the command.
+
+    Args:
+        command: program and arguments; in each ``{hostfile}`` becomes the hostfile's path.
+        num_hosts: how many hosts.
+        slots: ranks of each host in the hostfile.
+        private: folders that each host has for itself, empty at first.
+        folder: keeps what ``Cluster`` keeps there; None: a temporary one.
+
+    Returns:
+        The command's exit code; 128 + signal where one ended it.
+
+    Raises:
+        LaunchError: this machine cannot make test hosts, or the command cannot be started.
+    """
+    if reason := unavailable_reason():
+        raise LaunchError(reason)
+    if any(Path.cwd().is_relative_to(own) for own in OWN_FOLDERS):
+        raise LaunchError(f"{Path.cwd()}: each host has /dev/shm and /run of its own; work in another folder")
+    with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(exiting_on_signals())
+        for path in private:
+            if not path.exists():  # made, to stand for those of the hosts
+                stack.callback(_remove_empty, path)
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megasdc_hosts_")))
+        cluster = stack.enter_context(Cluster(folder, num_hosts, _login_environment(), private))
+        hostfile = str(cluster.hostfile(slots=slots))
+        words = [word.replace(PLACEHOLDER, hostfile) for word in command]
+        first, *others = cluster.names
+        power_off = f"; to cut the power of one: ssh {others[-1]} kill 1" if others else ""
+        echo(f"megasdc test-hosts: {', '.join(cluster.names)}; on {first}: {shlex.join(words)}{power_off}", err=True)
+        added = {HOSTS_VARIABLE: " ".join(cluster.names), HOSTFILE_VARIABLE: hostfile}
+        # In a terminal the command is stopped, continued and interrupted together with this process.
+        in_terminal = os.isatty(0)
+        process = cluster.popen(
+            first,
+            words,
+            env={**os.environ, **cluster.env, "HOME": str(cluster.home(first)), **added},
+            cwd=os.getcwd(),
+            stdin=None,
+            process_group=None if in_terminal else 0,
+        )
+        code = _wait_and_pass_on(process, from_terminal=not in_terminal)
+        signals.only_note()
+    return code if code >= 0 else 128 - code
+
+
+def _login_environment() -> dict[str, str]:
+    """What a login on a host has in its environment, beside what sshd gives it."""
+    programs = os.path.dirname(sys.executable)
+    path = os.environ.get("PATH", SYSTEM_PATH)
+    return {
+        "PATH": path if programs in path.split(os.pathsep) else f"{programs}{os.pathsep}{path}",
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+        **({"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}),
+    }
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _wait_and_pass_on(process: subprocess.Popen[Any], *, from_terminal: bool) -> int:
+    """Wait for a process, which gets the stop signals that this one receives; returns its exit code.
+
+    Args:
+        process: a child.
+        from_terminal: whether it gets those of the terminal, too; it has them already in this process's group.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    waited = {signal.SIGCHLD, *(one for one in numbers if signal.getsignal(one) != signal.SIG_IGN)}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    try:
+        while process.poll() is None:
+            received = signal.sigtimedwait(waited, 1.0)
+            if received is None or received.si_signo == signal.SIGCHLD:
+                continue
+            if from_terminal or received.si_code <= 0:  # sent by a process: SI_USER, SI_QUEUE, SI_TKILL
+                process.send_signal(received.si_signo)
+                time.sleep(DRAIN_S)  # `timeout` sends it to this process and its group; a second one kills a launch
+                signal.sigtimedwait({received.si_signo}, 0)
+        return process.returncode
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Cluster:
@@ -80,7 +205,7 @@ class Cluster:
         folder: where keys, logs, home folders and private folders of the hosts are kept; created if absent.
         num_hosts: how many hosts.
         env: environment of every process that starts on a host, also through SSH; in it Python finds the tree of this
-            file, whatever is installed.
+            file, unless that is installed among the packages.
         private: absolute paths that each host sees as a folder of its own, empty at first; created if absent.
             ``private_dir`` says where a host's own folder lies.
     """
@@ -93,7 +218,7 @@ class Cluster:
         private: Sequence[Path | str] = (),
     ) -> None:
         self.folder = Path(folder).resolve()
-        self.env = {"PYTHONPATH": str(Path(__file__).parents[1]), **(env or {})}
+        self.env = {**_python_path(), **(env or {})}
         self.names = [f"node{number}" for number in range(1, num_hosts + 1)]
         self.addresses = {name: f"{SUBNET}.{number}" for number, name in enumerate(self.names, 11)}
         self.private = [Path(path) for path in private]
@@ -102,6 +227,13 @@ class Cluster:
         self._logs: list[IO[bytes]] = []
 
     def __enter__(self) -> Self:
+        """Make the hosts.
+
+        Raises:
+            LaunchError: one does not start, or cannot be reached.
+        """
+        if any(self.folder.is_relative_to(own) for own in OWN_FOLDERS):
+            raise LaunchError(f"{self.folder}: each host has /dev/shm and /run of its own; take another folder")
         try:
             self._write_files()
             self._start_switch()
@@ -139,15 +271,21 @@ class Cluster:
             argv: program and arguments; no shell in between.
             env: added to the cluster's environment.
             cwd: working folder.
-            **options: handed to ``subprocess.Popen``.
+            **options: handed to ``subprocess.Popen``; without ``stdin`` nothing can be read.
+
+        Raises:
+            LaunchError: the host is off, or has no such folder or program.
         """
+        pid = self._first_pid[name]
         whole = {"HOME": str(self.home(name)), **self.env, **(env or {})}
-        assignments = [f"{key}={value}" for key, value in whole.items()]
-        return subprocess.Popen(
-            [*self._enter(name, cwd), "env", "-i", *assignments, *argv],
-            stdin=subprocess.DEVNULL,
-            **options,
-        )
+        if not self.is_on(name):
+            raise LaunchError(f"{name} is off: {argv[0]} cannot be started there")
+        if not Path(f"/proc/{pid}/root{cwd}").is_dir():
+            raise LaunchError(f"{cwd}: {name} has no such folder; each host has /dev/shm and /run of its own")
+        try:
+            return _popen_within(pid, argv, cwd, {"stdin": subprocess.DEVNULL, "env": whole, **options})
+        except FileNotFoundError as error:
+            raise LaunchError(f"{error.filename}: there is no such program in the PATH of {name}") from None
 
     def run(
         self, name: str, argv: Sequence[str], *, timeout_s: float = 120.0, **options: Any
@@ -159,7 +297,7 @@ class Cluster:
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            raise AssertionError(f"{argv} did not end in {timeout_s} s on {name}:\n{out}\n{err}") from None
+            raise LaunchError(f"{argv} did not end in {timeout_s} s on {name}:\n{out}\n{err}") from None
         return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
 
     def hostfile(self, names: Sequence[str] | None = None, slots: int = 1) -> Path:
@@ -215,21 +353,26 @@ class Cluster:
         """Wait until every host that is on, of the named ones (default all), answers over SSH from the first one."""
         for name in names or self.names:
             if self.is_on(name):
-                reached = _wait(lambda name=name: self._answers(name), timeout_s)  # type: ignore[misc]
-                assert reached, f"{name} cannot be reached:\n{self.log(name)}"
+                self._wait(name, lambda name=name: self._answers(name), timeout_s, "cannot be reached")  # type: ignore[misc]
 
     def log(self, name: str) -> str:
         """Return what a host's boot script and sshd have said."""
         return (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def _answers(self, name: str) -> bool:
-        argv = [*self._enter(self.names[0], "/"), "ssh", name, "true"]
-        return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+        return self.is_on(self.names[0]) and self.run(self.names[0], ["ssh", name, "true"]).returncode == 0
 
-    def _enter(self, name: str, cwd: str) -> list[str]:
-        namespaces = ["--net", "--uts", "--ipc", "--pid", "--mount"]
-        # --wdns resolves the folder inside the host's mounts; plain --wd would leak ours.
-        return ["nsenter", "-t", str(self._first_pid[name]), f"--wdns={cwd}", *namespaces]
+    def _wait(self, name: str, condition: Callable[[], bool], timeout_s: float, problem: str) -> None:
+        """Wait until something holds of a host or of the switch.
+
+        Raises:
+            LaunchError: it does not in time, which is the problem; with what the host has said.
+        """
+        end = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > end:
+                raise LaunchError(f"test host {name} {problem} in {timeout_s:g} s:\n{self.log(name)}")
+            time.sleep(POLL_S)
 
     def in_switch(self, *argv: str) -> list[str]:
         """Return the command that runs a program in the switch's network, where host n has the port ``pn``."""
@@ -247,11 +390,11 @@ class Cluster:
 
     def _start_switch(self) -> None:
         self._spawn("switch", ["--net", "--pid"], ["sh", "-ec", SWITCH_SCRIPT])
-        assert _wait(self._has_bridge, 5.0), f"no bridge: {self.log('switch')}"
+        self._wait("switch", self._has_bridge, 5.0, "has no bridge")
 
     def _has_bridge(self) -> bool:
         argv = self.in_switch("ip", "link", "show", "br0")
-        return subprocess.run(argv, capture_output=True, check=False).returncode == 0
+        return subprocess.run(argv, capture_output=True, check=False, env=_tools_environment()).returncode == 0
 
     def _spawn(self, name: str, flags: Sequence[str], argv: Sequence[str]) -> int:
         """Start the first process of a set of namespaces and return its id as this machine sees it."""
@@ -263,12 +406,13 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=_tools_environment(),
             start_new_session=True,
         )
         self._processes[name] = process
-        assert _wait(lambda: bool(_children(process.pid)), 5.0), f"{name} did not start: {self.log(name)}"
+        self._wait(name, lambda: bool(_children(process.pid)), 5.0, "did not start")
         self._first_pid[name] = _children(process.pid)[0]
-        assert _wait(lambda: _in_other_network(self._first_pid[name]), 5.0), f"{name} stayed in our network"
+        self._wait(name, lambda: _in_other_network(self._first_pid[name]), 5.0, "stayed in this machine's network")
         return self._first_pid[name]
 
     def _write_files(self) -> None:
@@ -307,8 +451,8 @@ class Cluster:
         environment = " ".join(f'{key}="{value}"' for key, value in self.env.items())
         options = [
             f"ListenAddress {self.addresses[name]}",
-            f"HostKey {self.folder}/etc/{name}/hostkey",
-            f"AuthorizedKeysFile {self.folder}/id.pub",
+            f'HostKey "{self.folder}/etc/{name}/hostkey"',
+            f'AuthorizedKeysFile "{self.folder}/id.pub"',
             "PidFile none",
             "PermitRootLogin prohibit-password",
             "PasswordAuthentication no",
@@ -326,10 +470,10 @@ class Cluster:
         options = [
             "Host *",
             "User root",
-            f"IdentityFile {self.folder}/id",
+            f'IdentityFile "{self.folder}/id"',
             "IdentitiesOnly yes",
             "BatchMode yes",
-            f"UserKnownHostsFile {self.folder}/known_hosts",
+            f'UserKnownHostsFile "{self.folder}/known_hosts"',
             "StrictHostKeyChecking yes",
             "ConnectTimeout 5",
             "ServerAliveInterval 5",
@@ -339,18 +483,57 @@ class Cluster:
         return "\n ".join(options) + "\n"
 
 
+def _popen_within(pid: int, argv: Sequence[str], cwd: str, options: Mapping[str, Any]) -> subprocess.Popen[Any]:
+    """Start a program in the namespaces of a process, as a child of this one: what is sent to it reaches it.
+
+    ``nsenter`` would stand between: a signal of the terminal's would end it, and leave the program behind.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def namespace(kind: str, of: int | str) -> int:
+            return stack.enter_context(open(f"/proc/{of}/ns/{kind}", "rb")).fileno()
+
+        entered = [namespace(kind, pid) for kind in ("net", "uts", "ipc", "mnt")]
+        processes, own_processes = namespace("pid", pid), namespace("pid", "self")
+
+        def enter() -> None:
+            for one in entered:
+                _set_namespace(one)
+            os.chdir(cwd)
+
+        _set_namespace(processes)  # of children alone
+        try:
+            return subprocess.Popen(list(argv), preexec_fn=enter, **options)  # noqa: PLW1509 - no thread holds a lock
+        finally:
+            _set_namespace(own_processes)
+
+
+def _set_namespace(file: int) -> None:
+    """``os.setns``, which Python 3.11 has not."""
+    if _LIBC.setns(file, 0):
+        raise OSError(ctypes.get_errno(), "a namespace cannot be entered")
+
+
+def _python_path() -> dict[str, str]:
+    """The variable by which Python finds this package's modules; empty: it is installed among all others."""
+    root = Path(__file__).resolve().parents[2]
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    return {} if root in installed else {"PYTHONPATH": str(root)}
+
+
+def _path() -> str:
+    """Where programs of the system are looked for."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), SYSTEM_PATH])
+
+
+def _tools_environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _path()}
+
+
 def _run(*argv: str, check: bool = True) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert not check or done.returncode == 0, f"{argv} gave {done.returncode}: {done.stderr}"
-
-
-def _wait(condition: Callable[[], bool], timeout_s: float) -> bool:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(POLL_S)
-    return True
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=_tools_environment())
+    if check and done.returncode != 0:
+        raise LaunchError(f"test hosts: {shlex.join(argv)} gave {done.returncode}: {done.stderr.strip()}")
 
 
 def _children(pid: int) -> list[int]:
@@ -375,20 +558,3 @@ def _passwd_with_home(home: Path) -> str:
         fields = line.split(":")
         lines.append(":".join([*fields[:5], str(home), "/bin/bash"]) if fields[0] == "root" else line)
     return "\n".join(lines) + "\n"
-
-
-def clock_library(folder: Path) -> Path:
-    """Build the library that adds to a host's wall clock what its ``/run/clock_off`` says.
-
-    Raises:
-        LaunchError: there is no compiler, or it fails.
-    """
-    library = folder / "clock.so"
-    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(Path(__file__).with_name("clock.c"))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise LaunchError("clocks that are off need a C compiler: install cc") from None
-    if done.returncode:
-        raise LaunchError(f"clocks that are off: {command} failed: {done.stderr[-500:]}")
-    return library
