@@ -36,7 +36,11 @@ pytestmark = [
 ]
 
 
-def test_the_front_names_a_stuck_rank_of_another_host(tmp_path: Path, folder: Path) -> None:  # noqa: F811
+def test_the_front_names_a_stuck_rank_of_another_host(
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+    programs: Path,
+) -> None:
     """Neither host sees the other's files; all ranks end with 75, and the front writes one incident."""
     raw = json.loads((folder / "config.json").read_text())
     raw["megasdc"]["parallel"] |= {"pipeline": 2, "timeout_s": 300.0}
@@ -47,7 +51,7 @@ def test_the_front_names_a_stuck_rank_of_another_host(tmp_path: Path, folder: Pa
     run = folder / "run"
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     with Cluster(tmp_path / "cluster", 2, env=env, private=[run]) as hosts:
-        argv = [sys.executable, "-m", "megasdc", "launch", "--hostfile", str(hosts.hostfile())]
+        argv = [str(programs / "python"), "-m", "megasdc", "launch", "--hostfile", str(hosts.hostfile())]
         done = hosts.run("node1", [*argv, "--config", str(folder / "config.json")], cwd=str(folder), timeout_s=200)
         front = hosts.private_dir("node1", run) / "health"
         other = hosts.private_dir("node2", run) / "health"

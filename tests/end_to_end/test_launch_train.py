@@ -190,14 +190,16 @@ def pings(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def training_with_pings(cluster: Cluster, folder: Path, hosts: int) -> Iterator[Callable[..., None]]:
+def training_with_pings(
+    cluster: Cluster, folder: Path, hosts: int, python: str | Path = sys.executable
+) -> Iterator[Callable[..., None]]:
     """Inside, training goes on and measures links every 5 steps; gives a function that waits for a condition."""
     raw = json.loads((folder / "config.json").read_text())
     raw["megasdc"]["health"] = {"enabled": True, "ping_interval": 5}
     raw["megasdc"]["training"]["steps"] = 10 * STEPS
     raw["megasdc"]["checkpoint"] = {"interval": 0}
     (folder / "config.json").write_text(json.dumps(raw))
-    argv = [sys.executable, "-m", "megasdc", "launch", "--hostfile", str(cluster.hostfile(cluster.names[:hosts]))]
+    argv = [str(python), "-m", "megasdc", "launch", "--hostfile", str(cluster.hostfile(cluster.names[:hosts]))]
     run = cluster.popen("node1", [*argv, "--config", str(folder / "config.json")], cwd=str(folder))
 
     def wait(condition: Callable[[], Any]) -> None:
@@ -216,9 +218,10 @@ def training_with_pings(cluster: Cluster, folder: Path, hosts: int) -> Iterator[
         run.wait()
 
 
-def test_a_slow_link_is_named_while_training(cluster: Cluster, folder: Path) -> None:
+def test_a_slow_link_is_named_while_training(cluster: Cluster, folder: Path, programs: Path) -> None:
     """5 ms from one of three hosts to another: an event says so after two measurements, and no other pair is named."""
-    with slow_link(cluster, "node2", "node3", delay_s=5e-3), training_with_pings(cluster, folder, 3) as wait:
+    training = training_with_pings(cluster, folder, 3, programs / "python")
+    with slow_link(cluster, "node2", "node3", delay_s=5e-3), training as wait:
         wait(lambda: link_events(folder))
         assert pings(folder) <= 4
         wait(lambda: pings(folder) >= 5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,11 @@ pytestmark = [
 ]
 
 
-def test_a_lost_host_is_replaced_from_its_partners_memory(tmp_path: Path, folder: Path) -> None:  # noqa: F811
+def test_a_lost_host_is_replaced_from_its_partners_memory(
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+    programs: Path,
+) -> None:
     """Two hosts train, one is powered off, a third takes its place with nothing on any disk: equal bits at the end."""
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     # Each snapshot is at the partner before the next one is due, on a busy machine too.
@@ -35,7 +38,7 @@ def test_a_lost_host_is_replaced_from_its_partners_memory(tmp_path: Path, folder
 
         def argv(*names: str) -> list[str]:
             listed = str(hosts.hostfile(names))
-            return [sys.executable, "-m", "megasdc", "launch", "--hostfile", listed, "--config", str(config)]
+            return [str(programs / "python"), "-m", "megasdc", "launch", "--hostfile", listed, "--config", str(config)]
 
         launch = hosts.popen("node1", argv("node1", "node2"), cwd=str(folder), **pipes)
         wait_until(lambda: len(steps_done(folder)) > 20, launch)

@@ -74,12 +74,18 @@ def config_of(folder: Path, wait_s: float, **sections: Any) -> Path:  # noqa: F8
 
 
 @pytest.mark.parametrize(("full_s", "writing"), [(15, "auto"), pytest.param(75, "sync", marks=pytest.mark.full)])
-def test_a_run_goes_on_while_its_folder_has_no_room(tmp_path: Path, folder: Path, full_s: float, writing: str) -> None:  # noqa: F811
+def test_a_run_goes_on_while_its_folder_has_no_room(
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+    programs: Path,
+    full_s: float,
+    writing: str,
+) -> None:
     """It is filled in mid-run, and freed: one attempt, the right bits, and no line of events or metrics is lost."""
     hosts = Cluster(tmp_path / "cluster", 2, env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"})
     with small_file_system(folder / "run", "24m"), hosts:
         config = config_of(folder, 300)
-        process, log = supervise(hosts, config), config.with_suffix(".log")
+        process, log = supervise(hosts, config, programs / "python"), config.with_suffix(".log")
         wait_until(lambda: len(steps_done(folder)) > 15, process, log)
         fill(folder / "run" / "filler")
         time.sleep(full_s)

@@ -58,9 +58,9 @@ def write(folder: Path, name: str, **sections: Any) -> Path:  # noqa: F811
     return path
 
 
-def supervise(hosts: Cluster, config: Path) -> subprocess.Popen[str]:
+def supervise(hosts: Cluster, config: Path, python: str | Path = sys.executable) -> subprocess.Popen[str]:
     """Start `megasdc supervise --hostfile ...` on the first host; what it says goes to a file."""
-    argv = [sys.executable, "-m", "megasdc", "supervise", "--hostfile", str(hosts.hostfile()), "--config", str(config)]
+    argv = [str(python), "-m", "megasdc", "supervise", "--hostfile", str(hosts.hostfile()), "--config", str(config)]
     log = open(config.with_suffix(".log"), "ab")  # noqa: SIM115 - the process has it
     return hosts.popen("node1", argv, cwd=str(config.parent), stdout=log, stderr=log)
 
@@ -107,15 +107,16 @@ def history_of(folder: Path) -> JournalHistory:  # noqa: F811
         return JournalHistory.of(journal.entries)
 
 
-def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path) -> None:  # noqa: F811
+def test_lost_hosts_are_replaced_and_the_run_ends(hosts: Cluster, folder: Path, programs: Path) -> None:  # noqa: F811
     """A host is powered off, the spare takes its place; that is powered off, too, and the first one is back by then.
 
-    All of the time is in one part or another: twice in detecting, and more than the injected delays in steps.
+    All of the time is in one part or another: twice in detecting, and more than the injected delays in steps. With
+    fresh processes ``test_user_program.py`` loses a host.
     """
     once = {"num_hosts": 2, "pause_s": 1.0, "test_rounds": 1, "retest_s": 2.0, "spare_test_s": 0}
     slow = [{"kind": "normal", "mean_s": 0.5, "std_s": 0.0, "steps": [25, STEPS - 5]}]
     config = write(folder, "run", supervise=once, delay=slow)
-    began, process, log = time.time(), supervise(hosts, config), config.with_suffix(".log")
+    began, process, log = time.time(), supervise(hosts, config, programs / "python"), config.with_suffix(".log")
     wait_until(lambda: len(steps_done(folder)) > 15, process, log)
     hosts.power_off("node2")
     wait_until(lambda: "attempt 2 on node1, node3" in log.read_text(), process, log)

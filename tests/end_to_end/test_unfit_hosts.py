@@ -40,7 +40,11 @@ def shorten(config: Path, steps: int) -> Path:
     return config
 
 
-def test_a_host_with_damaged_data_and_a_spare_without_any_are_not_used(tmp_path: Path, folder: Path) -> None:  # noqa: F811
+def test_a_host_with_damaged_data_and_a_spare_without_any_are_not_used(
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+    programs: Path,
+) -> None:
     """A byte of one copy is another one, the first spare has no data; the second spare takes the host's place."""
     data = folder / "data"
     shutil.move(data, folder / "whole")
@@ -52,7 +56,9 @@ def test_a_host_with_damaged_data_and_a_spare_without_any_are_not_used(tmp_path:
         raw[len(raw) // 2] ^= 1
         path.write_bytes(raw)
         config = shorten(write(folder, "run"), 12)
-        assert supervise(hosts, config).wait(timeout=300) == 0, config.with_suffix(".log").read_text()
+        assert supervise(hosts, config, programs / "python").wait(timeout=300) == 0, config.with_suffix(
+            ".log"
+        ).read_text()
     history = history_of(folder)
     assert [(one.diagnosis.kind, one.used, one.exit_code) for one in history.failures] == [
         ("unfit", ("node1", "node2"), 71),
