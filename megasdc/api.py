@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megasdc.lab.checkpoints.outcome import ComparisonOutcome
     from megasdc.ops.launch.front import LaunchResult
 
+Word = Literal["off", "standard", "strict"]
+"""Preset that protects a training; see ``docs/guides/protect.md``."""
 CONFIG_FILE = "config.json"
 """Name of the file in the run folder with a configuration that was given as a dictionary."""
 
@@ -29,6 +31,7 @@ def train(
     *,
     num_ranks: int | None = None,
     hostfile: Path | str | None = None,
+    protect: Word | None = None,
     overrides: Sequence[str] = (),
     allow_changed: Sequence[str] = (),
 ) -> LaunchResult:
@@ -41,6 +44,7 @@ def train(
         num_ranks: ranks on each host; None: all slots of the hostfile, and on this host the fewest that the layout and
             the batch sizes allow.
         hostfile: DeepSpeed's hostfile; None: this host alone.
+        protect: preset that protects the run, in place of the file's `protect`: off, standard or strict.
         overrides: texts ``a.b.c=value``.
         allow_changed: paths ``a.b.c`` of fields that may differ from the checkpoint that the run resumes from.
 
@@ -65,6 +69,8 @@ def train(
             f"RANK is {os.environ['RANK']}: this process is a rank of a launch, each of which would start a run; call "
             "megasdc.train in a program that is started once, by python"
         )
+    if protect is not None:
+        overrides = [f"megasdc.protect={protect}", *overrides]
     if isinstance(config, Mapping):
         checked = parse_config(dict(config), overrides)
         path = _written(dict(config), Path(checked.megasdc.logging.run_dir))
@@ -103,7 +109,12 @@ def _written(config: dict[str, Any], run_dir: Path) -> Path:
     return path
 
 
-def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings) -> Guard | TrainerGuard:
+def attach(
+    engine: Any,
+    settings: Path | str | Mapping[str, Any] | GuardSettings | None = None,
+    *,
+    protect: Word | None = None,
+) -> Guard | TrainerGuard:
     """Protect a training: call after ``deepspeed.initialize``, on all ranks.
 
     Arguments, result and errors are those of ``megasdc.attached.attach.attach``.
@@ -113,7 +124,7 @@ def attach(engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings
     from megasdc.attached import attach as attached
     from megasdc.ops.health.attached import build_phases, build_stragglers
 
-    return attached.attach(engine, settings, [build_stragglers, build_phases])
+    return attached.attach(engine, settings, [build_stragglers, build_phases], protect=protect)
 
 
 def compare(

@@ -25,15 +25,24 @@ from megasdc.attached.bounds import GuardBounds, check_bounds
 from megasdc.attached.budget import GuardBudget
 from megasdc.attached.copies import GuardCopies
 from megasdc.attached.coverage import guard_coverage
-from megasdc.attached.engine import check_engine, check_environment, dims_of, engine_precision
+from megasdc.attached.engine import (
+    audit_obstacle,
+    check_conditions,
+    check_engine,
+    check_environment_for,
+    conditions_of,
+    dims_of,
+    engine_precision,
+)
 from megasdc.attached.golden import GuardGolden
-from megasdc.attached.lifetime import Lifetime
+from megasdc.attached.lifetime import Lifetime, say
 from megasdc.attached.nonfinite import GuardNonFinite
+from megasdc.attached.protect import Conditions, expand, start_lines
 from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.rows import GuardRows
 from megasdc.attached.saves import SaveMarks
-from megasdc.attached.settings import ReproRun, golden_problems, load_settings
-from megasdc.attached.slices import GuardSlices, check_slices
+from megasdc.attached.settings import RankOfRun, ReproRun, golden_problems, load_settings, with_word
+from megasdc.attached.slices import GuardSlices
 from megasdc.attached.trace import GuardTrace
 from megasdc.attached.trainer import TrainerGuard, check_trainer, is_trainer
 from megasdc.attached.training import Protection, Training
@@ -46,6 +55,7 @@ from megasdc.common.versions import GUARD, check_private_names
 from megasdc.common.words import number_of
 from megasdc.config.guard import GuardSettings
 from megasdc.config.schema import idle_warnings
+from megasdc.config.sections import OFF
 from megasdc.determinism import set_deterministic
 from megasdc.events import EventLog
 from megasdc.parallel.collectives import gather_objects
@@ -72,6 +82,8 @@ def _command(words: Sequence[str]) -> str:
 logger = logging.getLogger(__name__)
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+_giving_way: weakref.WeakKeyDictionary[Any, weakref.ref[Guard]] = weakref.WeakKeyDictionary()
+"""Guards that `megasdc run` has attached, by engine; one of the program's own takes their place."""
 _starts: dict[Path, Origin] = {}
 """Starts that this process has counted, by run folder."""
 ENDS: dict[StepFate, str] = {
@@ -84,12 +96,15 @@ P = TypeVar("P", bound=Protection)
 BuildPart = Callable[[Training], Protection | None]
 
 
-def check_settings(settings: Path | str | Mapping[str, Any] | GuardSettings) -> GuardSettings:
+def check_settings(
+    settings: Path | str | Mapping[str, Any] | GuardSettings | None = None, *, protect: str | None = None
+) -> GuardSettings:
     """Check what a guard needs and does not depend on the engine: call it first, before data and model are there.
 
     Args:
         settings: path of a JSON file, or its contents; see ``docs/guides/attach.md``. Or settings that this function
-            has returned.
+            has returned. None: a file that sets nothing.
+        protect: word in place of the file's `protect`; see ``docs/guides/protect.md``.
 
     Returns:
         The complete settings, which ``attach`` takes.
@@ -104,15 +119,22 @@ def check_settings(settings: Path | str | Mapping[str, Any] | GuardSettings) -> 
     from deepspeed.accelerator import get_accelerator
 
     check_private_names(GUARD)
-    found, _ = _settings_of(settings)
+    found, _ = _settings_of(settings, protect)
     if problems := golden_problems(found, writes=os.environ.get("RANK", "0") == "0"):
         raise ConfigError(problems, str(settings) if isinstance(settings, (str, Path)) else None)
-    _check_environment(get_accelerator().device_name(), found)
+    device = get_accelerator().device_name()
+    known = Conditions(audits=audit_obstacle(device, os.environ))
+    check_environment_for(expand(found, known), device, os.environ)
     return found
 
 
 def attach(
-    engine: Any, settings: Path | str | Mapping[str, Any] | GuardSettings, more: Sequence[BuildPart] = ()
+    engine: Any,
+    settings: Path | str | Mapping[str, Any] | GuardSettings | None = None,
+    more: Sequence[BuildPart] = (),
+    *,
+    protect: str | None = None,
+    gives_way: bool = False,
 ) -> Guard | TrainerGuard:
     """Protect a training: call after ``deepspeed.initialize``, on all ranks.
 
@@ -120,8 +142,10 @@ def attach(
         engine: a ``DeepSpeedEngine`` with ZeRO 0, 1 or 2, or a ``PipelineEngine``; or Hugging Face's ``Trainer`` with
             such a configuration, whose engine is guarded once training begins.
         settings: path of a JSON file, or its contents; see ``docs/guides/attach.md``. Or the settings that
-            ``check_settings`` has returned.
+            ``check_settings`` has returned. None: a file that sets nothing.
         more: functions that make further protections, or return None where they are not asked for.
+        protect: word in place of the file's `protect`: off, standard or strict; see ``docs/guides/protect.md``.
+        gives_way: whether the guard is closed in silence where the program attaches one of its own.
 
     Returns:
         The guard; its ``close`` undoes everything.
@@ -134,17 +158,29 @@ def attach(
     Collective: all ranks of the world; with a ``Trainer`` none before training begins.
     """
     check_private_names(GUARD)
-    found, trial = _settings_of(settings)
+    found, trial = _settings_of(settings, protect)
     if is_trainer(engine):
         check_trainer(engine, found)
         hides = bool(engine.args.logging_nan_inf_filter)
         return TrainerGuard(engine, lambda made: _guard(made, found, trial, more, hides_losses=hides))
-    return _guard(engine, found, trial, more)
+    guard = _guard(engine, found, trial, more)
+    if gives_way:
+        _giving_way[engine] = weakref.ref(guard)
+    return guard
 
 
-def _settings_of(given: Path | str | Mapping[str, Any] | GuardSettings) -> tuple[GuardSettings, ReproRun | None]:
-    """The settings, with the changes of a trial, and the trial; None: it is an ordinary training."""
-    found, trial = given if isinstance(given, GuardSettings) else load_settings(given), ReproRun.of(os.environ)
+def _settings_of(
+    given: Path | str | Mapping[str, Any] | GuardSettings | None, protect: str | None
+) -> tuple[GuardSettings, ReproRun | None]:
+    """The settings, with the word and the changes of a trial, and the trial; None: it is an ordinary training."""
+    run, trial = RankOfRun.of(os.environ), ReproRun.of(os.environ)
+    word = run.protect or protect
+    if isinstance(given, GuardSettings):
+        found = with_word(given, word)
+    else:
+        overrides = [] if word is None else [f"protect={word}"]
+        folder, asks = run.folder(sys.argv[0]), given is not None and run.run_dir is None
+        found = load_settings({} if given is None else given, overrides, folder, word_needed=asks)
     return (found if trial is None else trial.applied(found)), trial
 
 
@@ -158,18 +194,15 @@ def _guard(
 ) -> Guard:
     check_engine(engine)
     check_bounds(settings.optimizer_hooks, engine)
-    check_slices(settings.sdc.always_on, engine)
-    _check_environment(engine.device.type, settings)
+    if settings.protect == OFF:
+        check_conditions(engine, settings, os.environ)
+    if (earlier := _giving_way.pop(engine, None)) is not None and (guard := earlier()) is not None:
+        guard.give_way()
     if engine in _guarded:
         raise ConfigError("engine: it has a guard already; close that one first.")
     guard = Guard(engine, settings, trial, more, hides_losses=hides_losses)
     _guarded.add(engine)
     return guard
-
-
-def _check_environment(device: str, settings: GuardSettings) -> None:
-    if settings.audit.enabled or settings.sdc.golden is not None or settings.determinism.enabled:
-        check_environment(device, settings.determinism.enabled, os.environ)
 
 
 class Guard:
@@ -194,6 +227,7 @@ class Guard:
         self._budget: GuardBudget | None = None
         self._slices: GuardSlices | None = None
         self._rows: GuardRows | None = None
+        self._known = Conditions()
         try:
             self._training = training = replace(self._begin(engine, settings), hides_losses=hides_losses)
             self._saves = self._close_with_guard(SaveMarks(training, saves=trial is None))
@@ -210,7 +244,7 @@ class Guard:
             self._undo.close()
             raise
         if self.dims.rank == 0 and trial is None:  # a trial turns audits off itself
-            for warning in idle_warnings(settings, ""):
+            for warning in idle_warnings(training.settings, ""):
                 logger.warning("guard: %s", warning)
         if trial is None:
             table = self._coverage({})
@@ -219,6 +253,7 @@ class Guard:
                 logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
         self._lifetime = Lifetime(training, self._checks(), says=trial is None)
         self._at_end = weakref.finalize(self, self._lifetime.end)
+        self._say_protection()
 
     @property
     def audits(self) -> int:
@@ -234,6 +269,11 @@ class Guard:
         Collective: none; all ranks of the world call it, before their next step.
         """
         self._saves.loaded(Path(folder))
+
+    def give_way(self) -> None:
+        """Close in silence, before a step, since the program attaches a guard of its own."""
+        self._lifetime.cancel()
+        self.close()
 
     def close(self) -> None:
         """Undo everything; closing again does nothing."""
@@ -262,7 +302,7 @@ class Guard:
             parts.append(self._rows)
         if settings.sdc.golden is not None:
             parts.append(self._close_with_guard(GuardGolden(training)))
-        if settings.audit.enabled and self.dims.data == 1 and not settings.audit.permuted:
+        if settings.audit.enabled and self.dims.data == 1 and not settings.audit.permutes(1):
             self._warn_not_audited(
                 "nothing is audited",
                 "there is one replica, and nothing to compare it with; give audit.permuted or sdc.golden",
@@ -297,7 +337,8 @@ class Guard:
         settings = self._training.settings
         every = settings.audit.interval
         told = [] if self._audit is None else [f"audits every {number_of(every, 'step')}"]
-        told += ["audits of each device with itself"] if self._audit is not None and settings.audit.permuted else []
+        alone = self._audit is not None and settings.audit.permutes(self.dims.data)
+        told += ["audits of each device with itself"] if alone else []
         told += [part.name for part in self._parts if part.name]
         return told
 
@@ -312,6 +353,16 @@ class Guard:
         """The table of what is covered; see ``guard_coverage``."""
         slices = None if self._slices is None else self._slices.period
         return guard_coverage(self._training, slices, None if self._rows is None else self._rows.products, within)
+
+    def _say_protection(self) -> None:
+        """Say what the word `protect` covers, at which cost, and what not, and write it as an event."""
+        training = self._training
+        if lines := start_lines(training.settings, self._known):
+            word = training.settings.protect
+            training.events.emit_on_rank_0("start", "protection", step=training.step - 1, word=word, lines=lines)
+            if self.dims.rank == 0:
+                for line in lines:
+                    say(line)
 
     def _warn_not_audited(self, what: str, reason: str) -> None:
         self._training.events.emit_on_rank_0("guard", "not_audited", reason=reason)
@@ -335,12 +386,17 @@ class Guard:
         except (OSError, StorageError) as caught:
             error = caught
         model, patterns = engine.module, settings.audit.submodules
-        own = computing_names(model), trained_names(model)
+        known = Conditions() if settings.protect == OFF else conditions_of(engine, self.dims.data, os.environ)
+        own = computing_names(model), trained_names(model), known
         texts, origins, *names = zip(*gather_objects((error and str(error), origin, *own), world), strict=True)
         remove_buffers([deepspeed_buffer(self.dims.rank)])  # all ranks have opened what DeepSpeed has made of it
         if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
             raise StorageError(f"logging.run_dir: {folder} cannot be written: {failed[0]}") from error
-        submodules, parameters = (sorted(set().union(*of_ranks)) for of_ranks in names)
+        submodules, parameters = (sorted(set().union(*of_ranks)) for of_ranks in names[:2])
+        if settings.protect != OFF:
+            self._known = Conditions.of_ranks(names[2])
+            settings = expand(settings, self._known)
+            check_conditions(engine, settings, os.environ)
         if problems := pattern_problems(settings, submodules, parameters):
             raise ConfigError(problems)
         events.origin = replace(origins[0], device=device_uuid())

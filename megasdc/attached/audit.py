@@ -25,6 +25,7 @@ from megasdc.attached.record import ROOT, ResultRecorder
 from megasdc.attached.training import Protection, Training
 from megasdc.common.addresses import PARAMETER, WEIGHT_GRAD, Address
 from megasdc.common.errors import ConfigError
+from megasdc.config.sections import STANDARD
 from megasdc.parallel.collectives import ANY, Agreed, Compared, compare_replicas, gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult
 from megasdc.sdc.finding import Finding
@@ -255,6 +256,8 @@ class GuardAudit(Protection):
         self._copies, self._emit, tell = training.copies, training.events.emit_on_rank_0, training.events.emit_on_rank_0
         self._agreed, self._first, self._interval = agreed, training.step, settings.audit.interval
         self.count = self.agreed = 0
+        self._may_stop = settings.protect == STANDARD and "enabled" not in settings.audit.model_fields_set
+        self._stopped = False
         self._modules = _modules_of(engine.module)
         self._algorithm = training.algorithm
         self._buffers = StillBuffers(engine.module, self._algorithm, partial(gather_objects, group=training.copies))
@@ -264,7 +267,7 @@ class GuardAudit(Protection):
         recorder.listener = referee.listen
         to_sdc, asks = partial(tell, "sdc"), sdc.referee
         self._findings = AuditFindings(dims, world, sdc.repeats, referee, to_sdc, asks=asks, sums=True)
-        self._places = PermutableOps(dims, world, tell) if settings.audit.permuted else None
+        self._places = PermutableOps(dims, world, tell) if settings.audit.permutes(dims.data) else None
         self._comparable = find_comparable(training, machine_key())
         """Positions (pp_rank, tp_rank) of which all replicas have the same hardware and versions."""
 
@@ -276,14 +279,21 @@ class GuardAudit(Protection):
         """Audit a step that is due; returns findings, each of which is settled once the caller asks for it.
 
         Raises:
-            ConfigError: the batch cannot be computed; on all ranks.
+            ConfigError: the batch cannot be computed, and audits are not there by the word `standard` alone; on all
+                ranks.
 
         Collective: all ranks of the world.
         """
         if (source := self._source(step)) is None:
             return
         began = time.monotonic()
-        audited = self._compute(step, source)
+        try:
+            audited = self._compute(step, source)
+        except ConfigError as error:
+            if self.count or not self._may_stop:
+                raise
+            self._stop(step, error)
+            return
         self.count += 1
         agreed = True
         for found in self._settle(audited):
@@ -300,13 +310,22 @@ class GuardAudit(Protection):
             seconds = round(time.monotonic() - began, 3)
             self._emit("audit", "agreed", step=step, compared=len(audited.results), seconds=seconds)
 
+    def _stop(self, step: int, error: ConfigError) -> None:
+        """Audit nothing from now on, since the model cannot be computed beside training; the word alone has asked."""
+        self._stopped = True
+        self.close()
+        reason = " ".join(str(error).split())
+        self._emit("guard", "not_audited", step=step, reason=reason)
+        if self._dims.rank == 0:
+            logger.warning("guard: nothing is audited, and no checkpoint verified: %s", reason)
+
     def is_audit(self, step: int) -> bool:
         """Whether a step is audited; the same on all ranks."""
         return self._source(step) is not None
 
     def _source(self, step: int) -> int | None:
         """Replica whose batch is audited in a step, another one each time; None: the step is not audited."""
-        if step != self._first and step % self._interval:
+        if self._stopped or (step != self._first and step % self._interval):
             return None
         return step // self._interval % self._dims.data
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from megasdc.attached.protect import Conditions, Obstacle
+from megasdc.attached.rows import products_of
+from megasdc.attached.slices import check_slices, slice_obstacles
 from megasdc.common.errors import ConfigError
-from megasdc.config.environment import VARIABLES
+from megasdc.config.environment import VARIABLES, Variable
+from megasdc.config.guard import GuardSettings
 from megasdc.parallel.dims import ParallelDims
 
 UNGUARDED = (
@@ -59,6 +64,22 @@ def check_engine(engine: Any) -> None:
         raise ConfigError(problems)
 
 
+def check_conditions(engine: Any, settings: GuardSettings, environ: Mapping[str, str]) -> None:
+    """Refuse checks, those of the word's among them, that an engine or the environment forbids.
+
+    Raises:
+        ConfigError: with every problem of the one or the other.
+    """
+    check_slices(settings.sdc.always_on, engine)
+    check_environment_for(settings, engine.device.type, environ)
+
+
+def check_environment_for(settings: GuardSettings, device: str, environ: Mapping[str, str]) -> None:
+    """Refuse an environment in which a GPU does not repeat what the settings need repeated; see the next function."""
+    if settings.audit.enabled or settings.sdc.golden is not None or settings.determinism.enabled:
+        check_environment(device, settings.determinism.enabled, environ)
+
+
 def check_environment(device: str, whole: bool, environ: Mapping[str, str]) -> None:
     """Refuse an environment in which a GPU does not repeat bit for bit.
 
@@ -69,15 +90,48 @@ def check_environment(device: str, whole: bool, environ: Mapping[str, str]) -> N
     Raises:
         ConfigError: some variables are wrong; with every one of them.
     """
-    needed = VARIABLES if whole else [one for one in VARIABLES if one.name.startswith("CUBLAS")]
     problems = [
         f"environment: {one.name}: got {environ.get(one.name)!r}; allowed: {', '.join(one.accepted)}: {one.reason}. "
         "Set it before the ranks start, for other hosts in the file .deepspeed_env."
-        for one in needed
-        if device == "cuda" and not one.is_fixed(environ)
+        for one in _wrong_variables(device, whole, environ)
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def conditions_of(engine: Any, replicas: int, environ: Mapping[str, str]) -> Conditions:
+    """What this rank knows of what decides which checks a guard can make.
+
+    Args:
+        replicas: number of replicas.
+    """
+    return Conditions(
+        replicas=replicas,
+        micro_batches=int(engine.gradient_accumulation_steps()),
+        audits=audit_obstacle(engine.device.type, environ),
+        slices=Obstacle.of(slice_obstacles(engine)),
+        rows=None if products_of(engine.module) else Obstacle("the model has no torch.nn.Linear", "such a layer"),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def audit_obstacle(device: str, environ: Mapping[str, str]) -> Obstacle | None:
+    """What forbids audits on this rank; None: nothing.
+
+    Args:
+        device: type of the engine's device.
+    """
+    wrong = _wrong_variables(device, False, environ)
+    if not wrong:
+        return None
+    why = " and ".join(f"{one.name} is {environ.get(one.name)!r}" for one in wrong)
+    needed = ", ".join(f"{one.name}={one.accepted[0]}" for one in wrong)
+    return Obstacle(why, f"{needed} in the environment before the ranks start")
+
+
+def _wrong_variables(device: str, whole: bool, environ: Mapping[str, str]) -> list[Variable]:
+    needed = VARIABLES if whole else [one for one in VARIABLES if one.name.startswith("CUBLAS")]
+    return [one for one in needed if device == "cuda" and not one.is_fixed(environ)]
 
 
 def dims_of(engine: Any) -> ParallelDims:

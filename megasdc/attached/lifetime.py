@@ -72,6 +72,10 @@ class Lifetime:
         self._over = True
         self._events.emit_on_rank_0("end", "failed", step=step, exit_code=exit_code, message=message)
 
+    def cancel(self) -> None:
+        """Tell nothing of the end: another guard goes on in this one's place."""
+        self._over = True
+
     def end(self) -> None:
         """Tell of the end: of the guard, or of the program, which an error that nobody caught may have ended."""
         if self._over:

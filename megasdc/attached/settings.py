@@ -11,17 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasdc.attached.protect import Conditions, expand
 from megasdc.common.errors import ConfigError
 from megasdc.config.fields import secret_problems
 from megasdc.config.guard import EARLIER_NAMES, GuardAlwaysOnSection, GuardSettings
 from megasdc.config.read import apply_overrides, read_json
 from megasdc.config.schema import home_problems, remove_key, reset_warnings, sort_out, type_problems, unusable_problems
+from megasdc.config.sections import OFF
 
 logger = logging.getLogger(__name__)
 
 TRIAL_VARIABLE = "MEGASDC_GUARD_TRIAL"
 """Environment variable of a trial: JSON with ``folder`` and ``steps``. The guard then traces all steps to that folder,
 saves nothing, and ends the process after so many steps (``megasdc check-determinism``)."""
+RUN_VARIABLE = "MEGASDC_GUARD_RUN"
+"""Environment variable of a rank that ``megasdc run`` has started: JSON with ``folder``, that of the run, and
+``protect``, the word of its command line or None."""
 WHY_NOT = {
     "repair": "the step's micro-batches are the loop's, and cannot be run again for use",
     "isolate": "the program would have to build its groups, model and data again on the ranks that go on",
@@ -48,6 +53,7 @@ class ReproRun:
         """Copy of the settings with the changes of a trial."""
         return settings.model_copy(
             update={
+                "protect": OFF,
                 "logging": settings.logging.model_copy(update={"run_dir": self.folder}),
                 "audit": settings.audit.model_copy(update={"enabled": False}),
                 "sdc": settings.sdc.model_copy(update={"always_on": GuardAlwaysOnSection(), "golden": None}),
@@ -56,15 +62,63 @@ class ReproRun:
         )
 
 
+@dataclass(frozen=True)
+class RankOfRun:
+    """What ``megasdc run`` tells the guard of a program; of one that was started otherwise, nothing.
+
+    Args:
+        run_dir: folder of the run; None: nothing has started it.
+        protect: word of the command line, which stands in place of the guard's own; None: none.
+    """
+
+    run_dir: str | None = None
+    protect: str | None = None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> RankOfRun:
+        """That of this process, from its environment."""
+        text = environ.get(RUN_VARIABLE)
+        return cls(**json.loads(text)) if text else cls()
+
+    def folder(self, program: str) -> str:
+        """Folder of a guard whose settings name none.
+
+        Args:
+            program: path of the script, as in ``sys.argv``.
+        """
+        script = Path(program)
+        name = script.parent.name if script.stem == "__main__" else script.stem
+        return self.run_dir or f"runs/{name if name and not name.startswith('-') else 'guarded'}"
+
+
+def with_word(settings: GuardSettings, word: str | None) -> GuardSettings:
+    """Copy of settings with another word `protect`; None: their own.
+
+    Raises:
+        ConfigError: there is no such word.
+    """
+    if word is None:
+        return settings
+    given = {**settings.model_dump(mode="json", exclude_unset=True), "protect": word}
+    if problems := type_problems(given, GuardSettings):
+        raise ConfigError([one.text for one in problems.values()])
+    return GuardSettings.model_validate(given)
+
+
 def load_settings(
-    given: Path | str | Mapping[str, Any], overrides: Sequence[str] = (), run_dir: str | None = None
+    given: Path | str | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    run_dir: str | None = None,
+    *,
+    word_needed: bool = False,
 ) -> GuardSettings:
-    """Read and check the settings of a guard.
+    """Read and check the settings of a guard; the fields of their word are added when it is attached.
 
     Args:
         given: path of a JSON file, or its contents.
         overrides: changes of settings, as texts ``a.b.c=value``.
         run_dir: folder of the run where neither names one.
+        word_needed: whether that is so only where the file or an override has a word other than off in `protect`.
 
     Raises:
         ConfigError: settings are wrong; each problem states dotted path, value got, values allowed, remedy.
@@ -82,17 +136,20 @@ def load_settings(
     problems += apply_overrides(raw, overrides, lambda _: None)
     _rename_earlier(before, ())
     _rename_earlier(raw, names)
-    if run_dir is not None and isinstance(raw.get("logging", {}), dict):
-        raw.setdefault("logging", {}).setdefault("run_dir", run_dir)
+    is_asked = not word_needed or any(one.get("protect", OFF) != OFF for one in (before, raw))
+    for one in (before, raw):
+        if run_dir is not None and is_asked and isinstance(one.get("logging", {}), dict):
+            one.setdefault("logging", {}).setdefault("run_dir", run_dir)
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
         remove_key(raw, path)
     found = unusable_problems(raw) | type_problems(raw, GuardSettings) | secrets | home_problems(raw)
     problems += [one.text for one in found.values()]
     if not problems:
-        settings = GuardSettings.model_validate(raw)
         names = [EARLIER_NAMES.get(name, name) for name in names]
-        reset, refused = sort_out(settings, raw, before, names, "", stored=False)
+        given, of_file = _with_fields(raw), _with_fields(before)
+        settings = GuardSettings.model_validate(given)
+        reset, refused = sort_out(settings, given, of_file, names, "", stored=False)
         for one in reset:
             remove_key(raw, tuple(one.path.split(".")))
         for warning in reset_warnings(reset, ""):
@@ -101,6 +158,14 @@ def load_settings(
         if not (problems := [one.text for one in refused] + _unsupported(settings)):
             return settings
     raise ConfigError(problems, source)
+
+
+def _with_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """A file with the fields of its word, as far as they are known before a start; one with wrong values as it is."""
+    if raw.get("protect", OFF) == OFF or type_problems(raw, GuardSettings):
+        return raw
+    found = expand(GuardSettings.model_validate(raw), Conditions())
+    return found.model_dump(mode="json", exclude_unset=True)
 
 
 def _rename_earlier(raw: dict[str, Any], overridden: Collection[str]) -> None:

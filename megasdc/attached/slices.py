@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megasdc.attached.budget import GuardBudget
+from megasdc.attached.protect import Obstacle
 from megasdc.attached.record import ROOT
 from megasdc.attached.training import Protection, Training
 from megasdc.common.errors import ConfigError
@@ -40,19 +41,24 @@ def check_slices(section: GuardAlwaysOnSection, engine: Any) -> None:
     """
     if not section.enabled or section.slice_elements is None:
         return
-    optimizer = engine.optimizer
-    got, problems = f"sdc.always_on.slice_elements: got {section.slice_elements}", []
+    got = f"sdc.always_on.slice_elements: got {section.slice_elements}"
+    problems = [f"{got} with {one.why}; allowed: null, or {one.needed}." for one in slice_obstacles(engine)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def slice_obstacles(engine: Any) -> list[Obstacle]:
+    """What forbids checks of slices with an engine; empty: nothing."""
+    optimizer, found = engine.optimizer, []
     if not (is_bf16_optimizer(optimizer) or engine.zero_optimization_stage() in (1, 2)):
-        problems.append(
-            f"{got} with ZeRO 0, where no rank owns a shard; allowed: null, or zero_optimization.stage 1 or 2. "
-            "sdc.always_on.parameters compares the parameters and states of all replicas."
-        )
+        why = "ZeRO 0, where no rank owns a shard, and sdc.always_on.parameters compares all parameters and states"
+        found.append(Obstacle(why, "zero_optimization.stage 1 or 2"))
     inner = getattr(optimizer, "optimizer", optimizer)
     if type(inner) not in KINDS or any(group.get("amsgrad") for group in inner.param_groups):
-        problems.append(
-            f"{got} with the optimizer {type(inner).__module__}.{type(inner).__qualname__}; allowed: null, or Adam and "
-            "AdamW of PyTorch without amsgrad, in DeepSpeed's configuration optimizer.params.torch_adam true."
+        needed = (
+            "Adam and AdamW of PyTorch without amsgrad, in DeepSpeed's configuration optimizer.params.torch_adam true"
         )
+        found.append(Obstacle(f"the optimizer {type(inner).__module__}.{type(inner).__qualname__}", needed))
     unlike = {
         "zero_optimization.offload_optimizer": getattr(optimizer, "cpu_offload", False),
         "zero_optimization.round_robin_gradients": getattr(optimizer, "round_robin_gradients", False),
@@ -60,9 +66,7 @@ def check_slices(section: GuardAlwaysOnSection, engine: Any) -> None:
         "managed_gradient_accumulation false": not engine.managed_gradient_accumulation(),
         "gradient_predivide_factor": engine.gradient_predivide_factor() != 1.0 or not engine.gradient_average,
     }
-    problems += [f"{got} with {name}; allowed: null." for name, is_set in unlike.items() if is_set]
-    if problems:
-        raise ConfigError(problems)
+    return found + [Obstacle(name, f"no {name}") for name, is_set in unlike.items() if is_set]
 
 
 class EngineView:

@@ -158,19 +158,26 @@ def _vocabulary(config: RunConfig) -> int:
 
 def _check_guard(file: Path, overrides: Sequence[str], show: bool, as_json: bool) -> None:
     """`check-config --guard`."""
+    from megasdc.attached.protect import Conditions, expand, start_lines
     from megasdc.attached.settings import golden_problems, load_settings
     from megasdc.config.schema import idle_warnings
 
     with _problems_as_json(file, as_json):
-        settings = load_settings(file, overrides)
+        settings = expand(load_settings(file, overrides, "runs/SCRIPT", word_needed=True), Conditions())
     warnings, notes = list(idle_warnings(settings, "")), golden_problems(settings, writes=True)
+    notes = [*start_lines(settings, Conditions()), *notes]
+    if settings.logging.run_dir == "runs/SCRIPT":
+        notes.append("logging.run_dir: none is named, so that the folder is runs/ and the name of the script")
     resolved = settings.model_dump(mode="json")
     if as_json:
         result = {"ok": True, "source": str(file), "warnings": warnings, "notes": notes, "resolved": resolved}
         echo(json.dumps(result, indent=2))
         return
     _print_verdict(
-        file, warnings, [*notes, "names of submodules and parameters not checked: they need the model"], show
+        file,
+        warnings,
+        [*notes, "names of submodules and parameters, and what the engine forbids, not checked: they need the model"],
+        show,
     )
     if show:
         echo(json.dumps(resolved, indent=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -157,7 +157,7 @@ def launch_command(
     raise typer.Exit(result.exit_code)
 
 
-@app.command("run", epilog="Example: megasdc run -- deepspeed --num_gpus 8 train.py --my-option 1")
+@app.command("run", epilog="Example: megasdc run --protect standard -- deepspeed --num_gpus 8 train.py --my-option 1")
 def run(
     command: Annotated[
         list[str], typer.Argument(metavar="-- deepspeed ...", help="A command line of DeepSpeed's launcher.")
@@ -165,6 +165,14 @@ def run(
     settings: Annotated[
         Path | None,
         input_option("--config", reads=ConfigError, help="JSON file, that of megasdc.attach; without it: defaults."),
+    ] = None,
+    protect: Annotated[
+        Literal["off", "standard", "strict"] | None,
+        typer.Option(
+            "--protect",
+            help="Protect what the script trains, in place of the file's `protect` or its guard's: a script that "
+            "attaches no guard gets one.",
+        ),
     ] = None,
     overrides: Overrides = (),
     supervise: Annotated[
@@ -189,7 +197,8 @@ def run(
 
     if supervise and (dry_run or as_json):
         raise typer.BadParameter("it has neither --dry-run nor --json", param_hint="--supervise")
-    read = read_command(command)
+    read = replace(read_command(command), protect=protect)
+    overrides = overrides if protect is None else (f"protect={protect}", *overrides)
     found = load_settings({} if settings is None else settings, overrides, run_dir=f"runs/{read.name}")
     if supervise:
         raise typer.Exit(supervise_program(read, found))

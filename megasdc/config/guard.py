@@ -6,7 +6,7 @@ What a run's configuration has too has the same name and meaning there; what onl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ from megasdc.config.fields import (
     tunes,
 )
 from megasdc.config.hooks import HookSpec
-from megasdc.config.sections import DeterminismSection, HangSection, SuperviseSection
+from megasdc.config.sections import OFF, DeterminismSection, HangSection, SuperviseSection
 
 EARLIER_NAMES = {
     "golden.path": "sdc.golden",
@@ -35,7 +35,6 @@ EARLIER_NAMES = {
 _MEGASDC = "its loop, model, data and ranks are the program's"
 _SUBMODULES = "`audit.submodules` says which are recorded"
 RUNS_ONLY = {
-    "protect": "it stands for fields of runs; set `audit`, `sdc.always_on` and `nonfinite` by name",
     "audit.longest_interval": "audits come at `audit.interval`, which no budget makes longer",
     "audit.granularity": "`audit.submodules` says which are compared",
     "audit.micro_batch": "what it compares is always beside training",
@@ -82,13 +81,17 @@ class GuardAuditSection(Section):
         "inside, and attention.",
         needs=tunes("audit.enabled or sdc.golden or trace.enabled"),
     )
-    permuted: bool = setting(
+    permuted: bool | None = setting(
         False,
         "Also compute the batch once more on each rank with the elements of all operations in other places, which "
-        "finds a unit that is wrong each time; audits of one replica need it.",
+        "finds a unit that is wrong each time; audits of one replica need it; null: where there is one replica.",
         needs=asks("audit.enabled"),
     )
     seed: NonNegativeInt = setting(1234, "Of what the batches draw themselves, such as dropout.")
+
+    def permutes(self, replicas: int) -> bool:
+        """Whether a training of so many replicas computes batches with elements in other places, too."""
+        return replicas == 1 if self.permuted is None else self.permuted
 
 
 class GuardPolicySection(PolicySection):
@@ -208,6 +211,12 @@ class GuardSettings(Section):
 
     of_runs_only: ClassVar[Mapping[str, str]] = RUNS_ONLY
 
+    protect: Literal["off", "standard", "strict"] = setting(
+        OFF,
+        "Preset of fields that protect a training, of which those that the file gives win: off: none; standard: beside "
+        "audits, of each device with itself where there is one replica, checks of every step within `sdc.budget`; what "
+        "is found is put right, or else ends the training, of which no bit changes; strict: any finding ends it.",
+    )
     determinism: DeterminismSection = section(DeterminismSection)
     audit: GuardAuditSection = section(GuardAuditSection)
     sdc: GuardSdcSection = section(GuardSdcSection)

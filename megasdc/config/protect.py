@@ -8,9 +8,11 @@ nothing that the rest of the file forbids, never turns recomputation on, and nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from megasdc.config.contradictions import DETERMINISTIC_MEGATRON_FIELDS, checks_nothing, detects
 from megasdc.config.deepspeed import recompute_interval_of
@@ -25,7 +27,8 @@ LONGEST_AUDIT_INTERVAL = 1000
 MEMORY_INTERVAL = 10
 """Steps between snapshots in memory: what a restart computes again at most."""
 VERDICTS = ("persistent", "intermittent", "not_reproduced", "inconclusive")
-_ENABLED = "sdc.always_on.enabled"
+ENABLED = "sdc.always_on.enabled"
+Sections = TypeVar("Sections", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -96,26 +99,42 @@ def missing_fields(file: MegasdcSection, deepspeed: Mapping[str, Any], given: Ma
     """
     chosen = is_set(given, "determinism.enabled")
     deterministic = file.determinism.enabled if chosen else _against_determinism(file) is None
+    wanted = wanted_fields(file, deepspeed, deterministic=deterministic)
+    recomputes = bool(recompute_interval_of(deepspeed))
+    return fitting_fields(file, wanted, given, lambda merged: checks_nothing(merged, recomputes=recomputes))
+
+
+def fitting_fields(
+    file: Sections, wanted: Mapping[str, Any], given: Mapping[str, Any], checks_nothing: Callable[[Sections], bool]
+) -> dict[str, Any]:
+    """Fields of a preset that a file does not give, and that are no defaults and have an effect beside what it gives.
+
+    Args:
+        file: the file's sections, of a run or of a guard.
+        wanted: fields of the preset, by path.
+        given: the sections that the file gives, as they are in JSON.
+        checks_nothing: whether the checks of every step, where they are enabled, are none.
+    """
     added = {
         path: value
-        for path, value in wanted_fields(file, deepspeed, deterministic=deterministic).items()
-        if not is_set(given, path) and value != given_or_default(MegasdcSection, {}, path)
+        for path, value in wanted.items()
+        if not is_set(given, path) and value != given_or_default(type(file), {}, path)
     }
     while True:
         merged = _with_fields(file, added)
         without = unmet_paths(merged) & added.keys()
-        if checks_nothing(merged, recomputes=bool(recompute_interval_of(deepspeed))):
-            without |= {_ENABLED} & added.keys()
+        if checks_nothing(merged):
+            without |= {ENABLED} & added.keys()
         if not without:
             return added
         added = {path: value for path, value in added.items() if path not in without}
 
 
-def _with_fields(file: MegasdcSection, fields: Mapping[str, Any]) -> MegasdcSection:
+def _with_fields(file: Sections, fields: Mapping[str, Any]) -> Sections:
     raw = file.model_dump(mode="json")
     for path, value in fields.items():
         put(raw, path, value)
-    return MegasdcSection.model_validate(raw)
+    return type(file).model_validate(raw)
 
 
 def put(sections: dict[str, Any], path: str, value: Any) -> None:
@@ -138,7 +157,11 @@ def _against_determinism(file: MegasdcSection) -> tuple[str, str] | None:
 
 def own_settings(file: MegasdcSection, deepspeed: Mapping[str, Any]) -> list[str]:
     """Fields whose value is not that of the preset, since the file gives them: a text with both values each."""
-    wanted = wanted_fields(file, deepspeed, deterministic=file.determinism.enabled)
+    return differences(file, wanted_fields(file, deepspeed, deterministic=file.determinism.enabled))
+
+
+def differences(file: BaseModel, wanted: Mapping[str, Any]) -> list[str]:
+    """Fields that have an effect, and another value than a preset wants: a text with both values each."""
     unmet = unmet_paths(file)
     return [
         f"{path} {shown(got)} (preset: {shown(value)})"
@@ -207,15 +230,21 @@ def start_lines(
     """
     if file.protect == OFF:
         return []
-    missing = "; ".join(map(str, find_gaps(file, deepspeed, replicas, hosts)))
+    gaps = find_gaps(file, deepspeed, replicas, hosts)
+    covered, cost = _covered(file, replicas, hosts), _cost(file, replicas)
+    return protection_lines(file.protect, covered, cost, gaps, own_settings(file, deepspeed))
+
+
+def protection_lines(
+    word: str, covered: Iterable[str], cost: str, gaps: Iterable[Gap], own: Sequence[str]
+) -> list[str]:
+    """The lines of a start: what is covered, its cost, what is not, and ``own`` settings where there are any."""
     lines = [
-        f"protect {file.protect}, covered: {'; '.join(_covered(file, replicas, hosts)) or 'nothing'}",
-        f"protect {file.protect}, cost: {_cost(file, replicas)}",
-        f"protect {file.protect}, not covered: {missing or 'nothing of what a run can check'}",
+        f"protect {word}, covered: {'; '.join(covered) or 'nothing'}",
+        f"protect {word}, cost: {cost}",
+        f"protect {word}, not covered: {'; '.join(map(str, gaps)) or 'nothing of what a run can check'}",
     ]
-    if other := own_settings(file, deepspeed):
-        lines.append(f"protect {file.protect}, set in another way by you: {'; '.join(other)}")
-    return lines
+    return [*lines, f"protect {word}, set in another way by you: {'; '.join(own)}"] if own else lines
 
 
 def _covered(file: MegasdcSection, replicas: int | None, hosts: int | None) -> Iterator[str]:

@@ -88,6 +88,9 @@ RUN_ELSEWHERE = {
     "megasdc run -- deepspeed --num_gpus 2": (
         f"{HOSTS}/test_user_program.py::test_a_training_ends_as_without_megasdc_and_its_failures_are_named"
     ),
+    "megasdc run --protect standard": (
+        f"{HOSTS}/test_user_program.py::test_one_word_protects_a_script_that_knows_no_megasdc"
+    ),
     "megasdc run --config guard.json": (
         f"{HOSTS}/test_user_program.py::test_a_training_goes_on_by_itself_after_a_lost_host"
     ),

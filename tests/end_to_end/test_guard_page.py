@@ -1,4 +1,4 @@
-"""The page "Protect the run you have": its script, its settings and its command, as a reader copies them."""
+"""The page "Protect the run you have": its script and its command, as a reader copies them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ FAULT = r"\n    if engine.global_rank == 1.*\n.*register_forward_hook.*"
 def _run(folder: Path, script: str, command: str, extensions: Path, programs: Path) -> subprocess.CompletedProcess[str]:
     """Run the command; ``programs`` has its ``deepspeed``."""
     text = PAGE.read_text(encoding="utf-8").partition("## Try it")[2].partition("## Settings")[0]
-    (settings,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     assert re.findall(r"```bash\n(.*?)\n```", text, re.DOTALL) == [command]
     folder.mkdir()
     (folder / "train.py").write_text(script)
-    (folder / "guard.json").write_text(settings)
     path = f"{programs}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", EXTENSIONS_VARIABLE: str(extensions)}
     launcher, *arguments = shlex.split(command)
@@ -51,10 +49,12 @@ def test_the_wrong_rank_is_named(tmp_path: Path, adam: str, shm_operator: Path, 
     assert done.returncode != 0 and "the step is not taken" in said, done.stdout + done.stderr
     assert "rank 1 at step 15, micro-batch 0, forward of model.layers.1.mlp.up_proj (output): persistent" in said
     assert "exits with return code = 73" in said
-    ((_, incident),) = load_incidents(tmp_path / "wrong" / "runs" / "guarded" / "reports", [])
+    ((_, incident),) = load_incidents(tmp_path / "wrong" / "runs" / "train" / "reports", [])
     assert (incident.step, [one.rank for one in incident.flagged]) == (15, [1])
     right, count = re.subn(FAULT, "", script)
     assert count == 1
     done = _run(tmp_path / "right", right, command, shm_operator, programs)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not (tmp_path / "right" / "runs" / "guarded" / "reports").exists()
+    own = "megasdc guard: protect standard, set in another way by you: audit.interval 5 (preset: 100)"
+    assert own in done.stderr and "closed after step 20: 20 steps, 5 audits agreed, 0 findings" in done.stderr
+    assert not (tmp_path / "right" / "runs" / "train" / "reports").exists()

@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from megasdc.common.host import SHARED_MEMORY
+from megasdc.events import read_events
 from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.supervise.history import JournalHistory
 from megasdc.ops.supervise.journal import read_journal
 from megasdc.parallel.local_ranks import free_port
+from megasdc.sdc.incident import load_incidents
 
 REASON = unavailable_reason()
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(600), pytest.mark.usefixtures("shm_operator")]
@@ -47,9 +49,9 @@ def words(*options: str, command: tuple[str, ...], python: str | Path = sys.exec
     return [str(python), "-m", "megasdc", "run", *options, "--", "deepspeed", *command]
 
 
-def run(folder: Path, *options: str, python: str | Path = sys.executable) -> Any:
-    """Run two ranks on this host."""
-    command = words(*options, command=("--num_gpus", "2", "train.py"), python=python)
+def run(folder: Path, *options: str, python: str | Path = sys.executable, ranks: int = 2) -> Any:
+    """Run ranks on this host."""
+    command = words(*options, command=("--num_gpus", str(ranks), "train.py"), python=python)
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -113,6 +115,30 @@ def test_a_training_ends_as_without_megasdc_and_its_failures_are_named(
     buffers = [json.loads(path.read_text())["buffer"] for path in folder.glob("runs/train/done/*/started_*.json")]
     assert len(buffers) == 6 and all(buffers)
     assert not [name for name in buffers if (SHARED_MEMORY / name).exists()]
+
+
+def test_one_word_protects_a_script_that_knows_no_megasdc(
+    folder: Path, without_megasdc: Callable[[int], str], programs: Path
+) -> None:
+    """Audited and checked it ends with the bits of `deepspeed` alone; a weight that changes on one rank of three ends
+    it, by a documented code, with that rank's name. What cannot be guarded is refused. Those that fail are forks.
+    """
+    done = run(folder, "--protect", "standard")
+    assert done.returncode == 0 and digest_of(done.stdout) == without_megasdc(2), done.stderr
+    (start,) = read_events(folder / "runs" / "train", kind="start", name="protection")
+    assert start.fields["word"] == "standard" and "protect standard, not covered: " in done.stderr
+    (closed,) = read_events(folder / "runs" / "train", kind="guard", name="closed")
+    assert closed.fields == {"steps": 30, "audits": 1, "agreed": 1, "findings": 0}
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "fault_flip_1_7").touch()
+    found = run(folder, "--protect", "strict", ranks=3, python=programs / "python")
+    assert found.returncode == 73, found.stderr
+    ((_, incident),) = load_incidents(folder / "runs" / "train" / "reports", [])
+    assert (incident.step, [one.rank for one in incident.flagged], incident.done) == (8, [1], "halted")
+    text = (folder / "train.py").read_text()
+    (folder / "train.py").write_text(text.replace('"stage": 1', '"stage": 3'))
+    refused = run(folder, "--protect", "standard", python=programs / "python")
+    assert refused.returncode == 70 and "zero_optimization.stage: got 3; allowed: 0 to 2" in refused.stderr
 
 
 def test_what_cannot_be_launched_is_refused(folder: Path) -> None:

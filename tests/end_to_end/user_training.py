@@ -1,6 +1,7 @@
 """A training that is not megasdc's own, as users have them: it goes on from its last checkpoint, and knows no megasdc.
 
-Faults are files ``fault_KIND_RANK_STEP`` in the working folder: hang, kill, fail. Each happens once. A file ``wrong``
+Faults are files ``fault_KIND_RANK_STEP`` in the working folder: hang, kill, fail, flip (a weight is another one). Each
+happens once. A file ``wrong``
 names hosts whose results are wrong, always. With ``--guard FILE`` it has a guard.
 """
 
@@ -61,6 +62,8 @@ while engine.global_steps < arguments.steps:
         time.sleep(1000)
     if fault("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault("flip"):
+        model[0].weight.data[0, 0] *= 2
     if fault("fail"):
         raise ValueError("a bug of the user's")
     time.sleep(0.1)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from megasdc.common.errors import LaunchError
 from megasdc.config.guard import GuardSettings
+from megasdc.config.sections import OFF
 from megasdc.ops.launch.hosts import read_hostfile
 from megasdc.ops.launch.request import LaunchRequest, UserProgram
 
@@ -44,6 +45,7 @@ class DeepSpeedCommand:
     Attributes:
         num_hosts: the first so many of the hostfile; None: all.
         script: path of a Python script, or name of a module.
+        protect: word of `megasdc run` itself; None: none.
     """
 
     hostfile: Path | None
@@ -56,6 +58,7 @@ class DeepSpeedCommand:
     script: str
     is_module: bool
     arguments: tuple[str, ...]
+    protect: str | None = None
 
     @property
     def name(self) -> str:
@@ -86,6 +89,8 @@ class DeepSpeedCommand:
                 *(health.enabled, health.hang_floor_s, health.slow_floor_s, health.hang_factor),
                 alert_command=tuple(health.alert_command),
                 wait_for_room_s=settings.logging.wait_for_room_s,
+                protect=self.protect,
+                guard=None if settings.protect == OFF else settings.model_dump(mode="json", exclude_unset=True),
             ),
         )
 

@@ -146,7 +146,8 @@ def _user_program(program: UserProgram, cwd: Path) -> RankProgram:
             "`megasdc run -- deepspeed --num_gpus 8 train.py --my-option 1`"
         )
     run_dir = cwd / program.run_dir
-    settings = {**asdict(program), "run_dir": str(run_dir)}
+    given = {name: value for name, value in asdict(program).items() if value is not None}
+    settings = {**given, "run_dir": str(run_dir)}
     return RankProgram(
         run_dir=run_dir,
         words=["-m", PROGRAM_MODULE],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "entry" / "pretrain_gpt.py"
 FAILURE_GRACE_S = 60.0
@@ -19,6 +21,8 @@ class UserProgram:
         arguments: of the program.
         run_dir: folder of records, health and events.
         watched: see ``enabled`` in the section `health` of ``megasdc.config.guard``, as the following.
+        protect: word of the command line, which stands in place of that of the program's own guard; None: none.
+        guard: settings of a guard for engines of a program that attaches none, as in JSON; None: they get none.
     """
 
     name: str
@@ -31,6 +35,8 @@ class UserProgram:
     hang_factor: float
     alert_command: tuple[str, ...]
     wait_for_room_s: float
+    protect: str | None = None
+    guard: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

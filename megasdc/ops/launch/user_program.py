@@ -2,14 +2,15 @@
 
 Called as ``python -u -m megasdc.ops.launch.user_program [--local_rank=N] SETTINGS``, the settings those of
 ``megasdc.ops.launch.request.UserProgram`` as JSON. The script sees what it would see without it: its own arguments, its
-folder first on ``sys.path``, ``__main__``. Added are the records of start and end, and the progress record that this
-host's agent watches.
+folder first on ``sys.path``, ``__main__``. Added are the records of start and end, the progress record that this host's
+agent watches, and with a word in `protect` a guard of each engine that trains.
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
+import functools
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from megasdc.attached.settings import RUN_VARIABLE
 from megasdc.common import durable
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
 from megasdc.common.host import deepspeed_buffer, remove_buffers
@@ -76,6 +78,7 @@ def main(argv: Sequence[str]) -> None:
     health = _watch(settings, rank, run_dir, leave_at_once)
     atexit.register(leave)  # the first to be registered is the last to be called
     _after_import("torch.distributed.rendezvous", _bind_store_to_one_address)
+    _protect(settings)
     end["code"], end["error"] = _run(settings, extra)
     end["end"] = None if end["code"] else "its program has ended"
     if end["code"]:
@@ -112,6 +115,31 @@ def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
 def _bind_store_to_one_address(rendezvous: ModuleType) -> None:
     """The store of ``env://``, which listens on all addresses else (torch 2.13)."""
     vars(rendezvous)["TCPStore"] = on_one_address(rendezvous.TCPStore)
+
+
+def _protect(settings: Mapping[str, Any]) -> None:
+    """Tell the program's guard of this run, and have engines guarded that the program makes and attaches none to."""
+    os.environ[RUN_VARIABLE] = json.dumps({"run_dir": settings["run_dir"], "protect": settings.get("protect")})
+    if (given := settings.get("guard")) is None:
+        return
+    guard = {**given, "logging": {**given.get("logging", {}), "run_dir": settings["run_dir"]}}
+
+    def guard_engines(deepspeed: ModuleType) -> None:
+        initialize = deepspeed.initialize
+
+        @functools.wraps(initialize)
+        def guarded(*args: Any, **options: Any) -> Any:
+            made = initialize(*args, **options)
+            if getattr(made[0], "optimizer", None) is not None:  # else it does not train
+                from megasdc.attached.attach import attach
+                from megasdc.ops.health.attached import build_phases, build_stragglers
+
+                attach(made[0], guard, [build_stragglers, build_phases], gives_way=True)
+            return made
+
+        vars(deepspeed)["initialize"] = guarded
+
+    _after_import("deepspeed", guard_engines)
 
 
 def _watch(

@@ -157,7 +157,7 @@ def _fields(root: type[BaseModel], prefix: str = "") -> dict[str, str]:
 OWN, GUARDS = _fields(MegasdcSection), _fields(GuardSettings)
 GUARD_ONLY = {"audit.submodules", "audit.seed", "sdc.referee", "golden.record", "golden.seed"}
 """Keys that no run's configuration has, besides the section `nonfinite`."""
-OTHER_VALUES = {"audit.permuted", "health.enabled", "health.slow_ratio", "sdc.golden_interval"}
+OTHER_VALUES = {"health.enabled", "health.slow_ratio", "sdc.golden_interval"}
 """Keys of both where one of them also allows null."""
 
 

@@ -1,0 +1,153 @@
+"""Does one word protect a training that is not megasdc's own, as far as its engine allows, and change no bit of it?"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_distributed
+from torch import nn
+
+import megasdc
+from megasdc.attached import attach as attached
+from megasdc.common.errors import ConfigError
+from megasdc.events import read_events
+from megasdc.sdc.incident import load_incidents
+from tools.trainings.engines import TRANSIENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+STEPS = 4
+OFTEN = {"audit": {"interval": 2}, "sdc": {"budget": 1.0}}
+"""So often that all checks look in a few steps."""
+
+
+def _digest(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        found.update(name.encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _settings(folder: str, name: str) -> dict[str, Any]:
+    return {"logging": {"run_dir": f"{folder}/{name}"}, **OFTEN}
+
+
+def _with_and_without(folder: str) -> list[bool]:
+    """Body of a rank: whether losses, weights and generators at the end are alike, with and without the word."""
+    found = []
+    for name, zero, precision in (("0", 0, "fp32"), ("1", 1, "fp32"), ("2", 2, "bf16"), ("pipeline", 1, "fp32")):
+        ends = []
+        for word in (None, "standard", "strict")[: 2 + (name == "1")]:
+            config = deepspeed_config(zero, precision)
+            engine = pipeline_engine(config, 1) if name == "pipeline" else llama_engine(config, attention_dropout=0.1)
+            torch.manual_seed(5 + dist.get_rank())
+            guard = megasdc.attach(engine, _settings(folder, name + word), protect=word) if word else None
+            losses = train(engine, STEPS, dist.get_rank())
+            if guard is not None:
+                guard.close()
+                assert guard.audits == 3
+            ends.append((losses, _digest(engine.module), torch.rand(1).item()))
+            engine.destroy()
+        found += [one == ends[0] for one in ends[1:]]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_no_bit_of_a_protected_training_changes(tmp_path: Path, ranks: int) -> None:
+    """With dropout, ZeRO 0 to 2 and a pipeline, though it is audited and each step is looked at; what an engine or the
+    number of replicas forbids is told with what it would need.
+    """
+    assert run_distributed(_with_and_without, ranks, str(tmp_path)) == [[True] * 5] * ranks
+    looks = {"sums of rows", "slices of the optimizer", "NaN and Inf", "audits every 2 steps"}
+    compared = {"parameters of all replicas"} if ranks == 2 else {"audits of each device with itself"}
+    for name, more in (("0", looks - {"slices of the optimizer"}), ("1", looks), ("2", looks), ("pipeline", looks)):
+        folder = tmp_path / f"{name}standard"
+        ((attach_event,), (start,)) = (
+            list(read_events(folder, kind=kind, name=one))
+            for kind, one in (("guard", "attached"), ("start", "protection"))
+        )
+        assert {*attach_event.fields["checks"]} - {"ranks that are slow"} == more | compared
+        covered, cost, gaps, own = start.fields["lines"]
+        assert start.fields["word"] == "standard" and "NaN and Inf in each step" in covered
+        assert ("with ZeRO 0" in gaps or "ZeRO 0, where no rank owns a shard" in gaps) == (name == "0")
+        assert ("there is one, which is compared with itself" in gaps) == (ranks == 1)
+        assert f"{3 - ranks} micro-batch" in cost and "audit.interval 2 (preset: 100)" in own
+        assert not list(read_events(folder, kind="guard", name="not_audited")), "nothing is asked for in vain"
+        assert not (folder / "reports").exists()
+
+
+def _with_fault(folder: str, word: str, fault: str) -> int:
+    """Body of a rank: train with a fault on rank 1; the exit code."""
+    planted = Planted(1, "lm_head", "forward", TRANSIENT) if fault == "transient" and dist.get_rank() == 1 else None
+    engine = llama_engine(deepspeed_config(1, "fp32"), planted)
+    guard = megasdc.attach(engine, _settings(folder, word + fault), protect=word)
+    try:
+        train(engine, 2, guard.dims.dp_rank)
+        if fault == "parameter" and guard.dims.rank == 1:
+            engine.module.model.layers[0].mlp.up_proj.weight.data[3, 5] += 1e-3
+        train(engine, 2, guard.dims.dp_rank)
+        return 0
+    except SystemExit as error:
+        return int(str(error.code))
+    finally:
+        guard.close()
+
+
+def test_a_fault_is_found_and_named_and_strict_always_ends(tmp_path: Path) -> None:
+    """A weight that one rank has otherwise ends both; what an audit finds once ends a strict training alone."""
+    cases = [("standard", "parameter", 73), ("standard", "transient", 0), ("strict", "transient", 73)]
+    for word, fault, code in cases:
+        assert run_distributed(_with_fault, 3, str(tmp_path), word, fault) == [code] * 3
+        ((_, incident),) = load_incidents(tmp_path / (word + fault) / "reports", [])
+        assert [one.rank for one in incident.flagged] == [1]
+        assert incident.done == ("halted" if code else "committed")
+
+
+def _two_guards(folder: str) -> tuple[str, str]:
+    """Body of a rank: the guard that `megasdc run` attaches, and then the program's own; what it says at the end."""
+    engine = llama_engine(deepspeed_config(1, "fp32"))
+    first = attached.attach(engine, _settings(folder, "run"), protect="standard", gives_way=True)
+    second = megasdc.attach(engine, _settings(folder, "own"))
+    train(engine, 2, dist.get_rank())
+    second.close()
+    first.close()
+    left = {*vars(engine)} & {"_take_model_step", "save_checkpoint", "load_checkpoint"}
+    names = [one.name for name in ("run", "own") for one in read_events(Path(folder, name), kind="guard")]
+    return ",".join(names), ",".join(left)
+
+
+def test_a_guard_of_the_programs_own_takes_the_place_of_the_one_of_a_run(tmp_path: Path) -> None:
+    """Nothing of the first is left, and it tells of no end."""
+    assert run_distributed(_two_guards, 1, str(tmp_path)) == [("attached,not_audited,attached,closed", "")]
+
+
+def _reentrant(folder: str) -> list[Any]:
+    """Body of a rank: end of a training that cannot be computed beside itself, by word; or the error."""
+    found: list[Any] = []
+    for word in (None, "standard", "strict"):
+        engine = llama_engine(deepspeed_config(1, "fp32"), attention_dropout=0.1)
+        engine.module.gradient_checkpointing_enable({"use_reentrant": True})
+        torch.manual_seed(5 + dist.get_rank())
+        settings = {"logging": {"run_dir": f"{folder}/{word}"}}
+        guard = megasdc.attach(engine, settings, protect=word) if word else None
+        try:
+            found.append((train(engine, STEPS, dist.get_rank()), _digest(engine.module), torch.rand(1).item()))
+        except ConfigError as error:
+            found.append(str(error))
+        if guard is not None:
+            guard.close()
+        engine.destroy()
+    return found
+
+
+def test_a_model_that_cannot_be_audited_is_protected_by_the_rest(tmp_path: Path) -> None:
+    """With `standard`, which says so; a strict training ends. No bit changes."""
+    for plain, standard, strict in run_distributed(_reentrant, 2, str(tmp_path)):
+        assert standard == plain and "use_reentrant=False" in strict
+    (told,) = read_events(tmp_path / "standard", kind="guard", name="not_audited")
+    assert told.step == 1 and "use_reentrant=False" in told.fields["reason"]
+    assert not (tmp_path / "standard" / "reports").exists()
