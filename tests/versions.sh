@@ -91,15 +91,14 @@ install() {
 smoke() {
     local megasdc="$1/bin/megasdc" layout run small
     cd "$2"
-    sed -e 's:prepared/stdlib:data:; s:"steps"\: 800:"steps"\: 8:; s:"interval"\: 200:"interval"\: 4:' \
-        -e 's:"eval_interval"\: 200:"eval_interval"\: 8:; s:"interval"\: 20:"interval"\: 2:' \
-        "$root/configs/smoke.json" >smoke.json
-    small=(--config smoke.json --set 'megasdc.data.sources=[{"kind": "stdlib", "pattern": "json/*.py"}]')
+    small=(--config "$root/configs/smoke.json" --set megasdc.data.path=data)
+    small+=(--set megasdc.training.steps=8 --set megasdc.training.eval_interval=8)
+    small+=(--set megasdc.checkpoint.interval=4 --set megasdc.logging.interval=2)
+    small+=(--set 'megasdc.data.sources=[{"kind": "stdlib", "pattern": "json/*.py"}]')
     small+=(--set megasdc.data.tokenizer.vocab_size=512 --set megasdc.data.sequence_length=64)
     "$megasdc" prepare-data "${small[@]}" || return
     for layout in tensor=1 pipeline=2 tensor=2; do
         run=("${small[@]}" --set "megasdc.parallel.$layout" --set "megasdc.logging.run_dir=run-$layout")
-        [ "$layout" = tensor=1 ] || run+=(--set gradient_accumulation_steps=4)
         "$megasdc" launch --num-ranks 2 "${run[@]}" --set megasdc.training.stop_step=4 || return
         "$megasdc" launch --num-ranks 2 "${run[@]}" --set megasdc.checkpoint.resume=must || return
         "$megasdc" summary "run-$layout" --require-finished --json >"summary-$layout.json" || return
