@@ -181,6 +181,11 @@ class StartedCommand:
             self._process = _fork_server().Process(target=body)
             self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return int(self._process.pid)
+
     def kill(self) -> None:
         """End it at once."""
         self._process.kill()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_distributed
+from harness import StartedCommand, run_distributed
 
 from megasdc.config.faults import FaultSpec
 from megasdc.faults.injector import Injector
@@ -135,19 +133,24 @@ def test_of_three_hosts_the_wrong_one_is_named_and_a_dead_one(tmp_path: Path) ->
     ]
 
 
-def _start(out: Path, *options: str) -> subprocess.Popen[str]:
-    """Start a test that hears Ctrl-C, which it would not where the shell that runs the tests ignores it."""
-    argv = [sys.executable, "-m", "megasdc", "stress", "--only", "gemm", "--json", "--out", str(out), *options]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
+HEARS_CTRL_C = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("megasdc", run_name="__main__")
+"""
+"""The command, also where the shell that runs the tests ignores it."""
 
 
-def _wait_for_rounds(process: subprocess.Popen[str], file: Path, rounds: int) -> None:
+def _start(out: Path, *options: str) -> StartedCommand:
+    """Start a test; the command is a fork, the host and its workers are fresh processes."""
+    script = out.with_suffix(".py")
+    script.write_text(HEARS_CTRL_C)
+    return StartedCommand(str(script), ["stress", "--only", "gemm", "--json", "--out", str(out), *options])
+
+
+def _wait_for_rounds(process: StartedCommand, file: Path, rounds: int) -> None:
     while not file.exists() or json.loads(file.read_text())["rounds"] < rounds:
-        assert process.poll() is None
+        assert psutil.pid_exists(process.pid)
         time.sleep(0.1)
 
 
@@ -159,15 +162,15 @@ def test_killed_gone_on_and_interrupted(tmp_path: Path) -> None:
     _wait_for_rounds(process, file, 2)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    process.wait()
     done = json.loads(file.read_text())
     _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == [] and len(children) >= 3
     process = _start(out, "--rounds", "1000", "--resume")
     _wait_for_rounds(process, file, done["rounds"] + 1)
     os.kill(process.pid, signal.SIGINT)
-    said = json.loads(process.communicate(timeout=60)[0])
-    assert process.returncode == 0 and said["interrupted"]
+    ended = process.wait(60)
+    said = json.loads(ended.stdout)
+    assert ended.returncode == 0 and said["interrupted"]
     (host,) = said["hosts"]
     assert host["status"] == "healthy" and host["rounds"] > done["rounds"]
     assert host["rates"]["gemm"]["compared"] == host["rounds"] * done["tests"]["gemm"]["compared"] / done["rounds"]
