@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megasdc.common.credentials import without_credentials
 from megasdc.common.durable import replacing
@@ -28,6 +28,8 @@ from megasdc.common.errors import ConfigError, MegasdcError, StorageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+FRESH_LINE, SHOWN_CURSOR = "\r\x1b[K", "\x1b[?25h"
+"""Control sequences: back to the beginning of a line, which is erased; the cursor, which a bar hides, is shown."""
 PIPED_WIDTH = 2000
 """Width of a line in characters where standard output is no terminal: wider than any table, so that none is cut."""
 INTERRUPTED, CLOSED_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -165,6 +167,11 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     import typer
 
     typer.echo(printable(text), err=err, nl=nl)
+
+
+def line_start(stream: TextIO) -> str:
+    """What stands before a line: on a terminal it removes a bar that another process has drawn there."""
+    return FRESH_LINE if stream.isatty() else ""
 
 
 def safe_console(**options: Any) -> Console:
@@ -360,22 +367,30 @@ def runs_bar(
 
 
 def _bar(kind: str, console: Console | None, quiet: bool, **settings: Any) -> Any:
-    """Rich's Progress with the columns of a kind."""
+    """Rich's Progress with the columns of a kind; see ``drawn_bar``."""
     from rich import progress
-    from rich.console import Console
 
     columns = {
         "count": (progress.MofNCompleteColumn(), progress.TimeElapsedColumn()),
         "share": (progress.TaskProgressColumn(), progress.TimeElapsedColumn()),
         "bytes": (progress.DownloadColumn(), progress.TransferSpeedColumn()),
     }[kind]
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        *columns,
-        progress.TimeRemainingColumn(),
-        console=console or Console(stderr=True),
-        disable=quiet,
-        transient=True,
-        **settings,
-    )
+    described = (progress.TextColumn("{task.description}"), progress.BarColumn())
+    return drawn_bar(*described, *columns, progress.TimeRemainingColumn(), console=console, quiet=quiet, **settings)
+
+
+def drawn_bar(*columns: Any, console: Console | None = None, quiet: bool = False, **settings: Any) -> Any:
+    """Rich's Progress, which without a terminal draws nothing, not even its blank line.
+
+    Args:
+        *columns: of rich.
+        console: output; None: standard error.
+        quiet: whether nothing is drawn on a terminal either.
+        **settings: of rich's Progress; by default it is gone at its end.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = console or Console(stderr=True)
+    settings = {"transient": True, **settings}
+    return Progress(*columns, console=console, disable=quiet or not console.is_terminal, **settings)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import rich.progress
-from rich.console import Console
 
 from megasdc.common.durable import TEMPORARY_PREFIX, commit_folder, sync_path
 from megasdc.common.errors import DataError, StorageError
+from megasdc.common.program import drawn_bar
 from megasdc.common.run_lock import open_lock_file
 from megasdc.config.data import DataSection, SourceSection
 from megasdc.data.formats import NUM_PLACES, UNREADABLE, LeftOut
@@ -381,7 +381,7 @@ def _progress_bar(show: bool) -> Iterator[rich.progress.Progress]:
         rich.progress.TimeElapsedColumn(),
         rich.progress.TimeRemainingColumn(),
     )
-    with rich.progress.Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+    with drawn_bar(*columns, quiet=not show, transient=False) as bar:
         yield bar
 
 

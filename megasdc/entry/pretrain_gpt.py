@@ -32,6 +32,7 @@ def main() -> NoReturn:
     # Before torch is imported: large tensors on the host get huge pages; a CPU run saves a tenth of its time in page
     # faults. PyTorch reads it once (c10/core/impl/alloc_cpu.cpp); 0 turns it off.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else c10d's warnings, such as of names, are on the console
 
     from megasdc.common.program import refuse_pipes
     from megasdc.ops.launch.orphans import follow_parent

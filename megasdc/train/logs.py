@@ -8,13 +8,56 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megasdc.common.credentials import without_credentials
 from megasdc.common.durable import LineFile
+from megasdc.common.program import line_start
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Lines on standard error, where this or another rank's process may have drawn a bar."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.bar: Console | None = None
+        """Console of this process's bar, above which lines appear while it is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the line of a record."""
+        try:
+            if self.bar is not None:
+                self.bar.print(self.format(record), markup=False, highlight=False, emoji=False, soft_wrap=True)
+            else:
+                self.stream.write(f"{line_start(self.stream)}{self.format(record)}\n")
+                self.flush()
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def lines_above(bar: Console) -> Iterator[None]:
+    """Context in which lines of this process appear above a bar that is drawn on a console."""
+    handlers = [
+        one
+        for name in ("megasdc", "DeepSpeed")
+        for one in logging.getLogger(name).handlers
+        if isinstance(one, ConsoleHandler)
+    ]
+    for one in handlers:
+        one.bar = bar
+    try:
+        yield
+    finally:
+        for one in handlers:
+            one.bar = None
 
 
 class _Formatter(logging.Formatter):
@@ -29,10 +72,10 @@ def set_up_logging(rank: int, replica: int | None = None) -> None:
     who = f"rank {rank}" if replica is None else f"replica {replica} rank {rank}"
     for name in ("DeepSpeed", "megatron", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = ConsoleHandler()
     handler.setFormatter(_Formatter(f"%(asctime)s [{who}] %(levelname).1s %(message)s", "%H:%M:%S"))
     # DeepSpeed's other lines go to a file, see LibraryLines.
-    errors = logging.StreamHandler(sys.stderr)
+    errors = ConsoleHandler()
     errors.name = "errors on the console"
     errors.setLevel(logging.ERROR)
     errors.setFormatter(handler.formatter)

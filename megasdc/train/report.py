@@ -11,6 +11,7 @@ import math
 import resource
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from megasdc.metrics.sinks import (
 )
 from megasdc.metrics.writer import MetricsWriter, reached_step
 from megasdc.optim.zero1 import squared_norm
+from megasdc.train.logs import lines_above
 from megasdc.train.process import CollectionTimer, StartClock
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class Reporter(Hook):
         self.writer = writer
         self.peak = peak
         self.progress = _progress_bar() if progress and writer is not None else None
+        self._drawn = ExitStack()
         self._num_loaded = 0
         self._shown_at = 0.0
         self._start_window()
@@ -91,7 +94,8 @@ class Reporter(Hook):
     def on_start(self, run: Run) -> None:
         """Show the bar and start the clock."""
         if self.progress is not None:
-            self.progress.start()
+            self._drawn.enter_context(lines_above(self.progress.console))
+            self._drawn.enter_context(self.progress)
             self.progress.add_task("training", total=run.steps, completed=run.step, loss="")
         if self.split is not None:
             self.split.pop_seconds()
@@ -173,8 +177,7 @@ class Reporter(Hook):
         """Remove the bar, and stop timing collections."""
         if self.collections is not None:
             self.collections.close()
-        if self.progress is not None:
-            self.progress.stop()
+        self._drawn.close()
 
 
 def _mean_loss(losses: list[tuple[float | None, int]]) -> float:

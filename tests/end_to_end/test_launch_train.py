@@ -61,17 +61,21 @@ def tiny_config() -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with prepared data and a configuration."""
+    prepare_tiny(tmp_path, tiny_config())
+    return tmp_path
+
+
+def prepare_tiny(folder: Path, raw: dict[str, Any]) -> None:
+    """Write a configuration into a folder, and the data that it names."""
     from megasdc.data.prepare import prepare
 
-    (tmp_path / "text").mkdir()
+    (folder / "text").mkdir()
     source = inspect.getsource(textwrap) + inspect.getsource(inspect)
     for number in range(40):
-        (tmp_path / "text" / f"{number}.txt").write_text(source[number * 2000 : (number + 1) * 2000])
-    raw = tiny_config()
-    raw["megasdc"]["data"]["sources"][0]["path"] = str(tmp_path / "text")
-    prepare(parse_config(raw).megasdc.data, tmp_path / "data", 1, progress=False)
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    return tmp_path
+        (folder / "text" / f"{number}.txt").write_text(source[number * 2000 : (number + 1) * 2000])
+    raw["megasdc"]["data"]["sources"][0]["path"] = str(folder / "text")
+    prepare(parse_config(raw).megasdc.data, folder / "data", 1, progress=False)
+    (folder / "config.json").write_text(json.dumps(raw))
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from pathlib import Path
 from megasdc.common import durable, run_lock
 from megasdc.common.errors import HangError, LaunchError, StorageError
 from megasdc.common.host import NAME_VARIABLE
+from megasdc.common.program import SHOWN_CURSOR
 from megasdc.common.wire import own_address_towards, raise_descriptor_limit
 from megasdc.ops.health.front.address import front_path
 from megasdc.ops.health.front.server import Coordinator, HangMonitor
@@ -215,12 +216,15 @@ def _probe(folder: Path) -> None:
 
 
 def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Callable[[], None]) -> LaunchResult:
+    if len(plan.placement.hosts) > 1:
+        print_front_message(f"checking {len(plan.placement.hosts)} hosts")
     report = inspect_hosts(_inspected(plan), plan.transport, plan.needs, watch=HostWatch(say=print_front_message))
     if problems := [*_folders_in_use(plan), *report.problems]:
         in_use = len(problems) > len(report.found)
         raise (LaunchError if in_use else report.error)("\n".join(problems))
     plan = _with_master_address(plan, report)
-    print_front_message(f"launch {plan.launch_id}: {_describe(plan.placement)}")
+    loading = "" if dry_run or plan.program.is_users else "; loading PyTorch, DeepSpeed and Megatron-core"
+    print_front_message(f"launch {plan.launch_id}: {_describe(plan.placement)}{loading}")
     if dry_run:
         print_front_message(f"would run: {shlex.join(plan.shown_command)}")
         return _result(plan, LaunchVerdict(0, None, None, ["checks passed; nothing was started"]), None)
@@ -235,6 +239,8 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
             verdict = replace(verdict, lines=[*verdict.lines, *_left_locks(plan, away)])
         result = _result(plan, verdict, launcher_code)
         _write_result(plan, result)  # before hosts are asked to remove anything, which may take its time
+        if sys.stderr.isatty():
+            sys.stderr.write(SHOWN_CURSOR)  # which the bar of a rank that was killed has hidden
         for line in (*verdict.lines, *lines_of(result.met)):
             print_front_message(line)
     return result

@@ -29,6 +29,7 @@ if __name__ == "__main__":  # no rank has started during imports: Ctrl-C needs n
 import psutil
 
 from megasdc.common.host import NAME_VARIABLE, MemoryKill, MemoryWatch, deepspeed_buffer, remove_buffers
+from megasdc.common.program import line_start
 from megasdc.common.versions import ends_at_launch_error
 from megasdc.ops.launch.command import GRACE_OPTION, RANK_MODULE
 from megasdc.ops.launch.environment import DEEPSPEED_GRACE_S, FRONT_PID_VARIABLE
@@ -237,7 +238,7 @@ def rank_variable(argv: Sequence[str], name: str) -> str | None:
 def print_message(line: str) -> None:
     """Print a message in one write, since many processes share the stream; where that has gone, nobody can be told."""
     with suppress(OSError):
-        sys.stderr.write(f"{socket.gethostname()}: {line}\n")
+        sys.stderr.write(f"{line_start(sys.stderr)}{socket.gethostname()}: {line}\n")
         sys.stderr.flush()
 
 

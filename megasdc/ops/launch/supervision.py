@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megasdc.common.credentials import without_credentials
 from megasdc.common.host import DISK_S, PAUSE_S
+from megasdc.common.program import line_start
 from megasdc.ops.launch import environment
 from megasdc.ops.launch.hosts import without_user
 from megasdc.ops.launch.on_host import files, running
@@ -38,7 +39,8 @@ TELL_S = 10.0
 def print_front_message(line: str) -> None:
     """Print a message of the front to standard error; where its terminal has gone, nobody can be told."""
     with suppress(OSError):
-        print(f"megasdc launch: {without_credentials(line)}", file=sys.stderr, flush=True)
+        start = line_start(sys.stderr)
+        print(f"{start}megasdc launch: {without_credentials(line)}", file=sys.stderr, flush=True)
 
 
 @dataclass

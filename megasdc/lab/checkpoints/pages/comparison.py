@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TotalFileSizeColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn, TotalFileSizeColumn
 
 from megasdc.checkpoint.views import with_derived_weights
-from megasdc.common.program import bytes_bar
+from megasdc.common.program import bytes_bar, drawn_bar
 from megasdc.common.words import few
 from megasdc.lab.checkpoints.checkpoints import Options, compare_checkpoints, tensors_to_compare
 from megasdc.lab.checkpoints.digest import Digest, count_bytes, digest_path, is_digest, read_digest
@@ -196,7 +195,7 @@ def _headline(report: DriftReport) -> str:
 def _measure(folders: Sequence[Path], options: Options, quiet: bool) -> DriftReport:
     """Measures, with the bytes read so far unless quiet."""
     columns = (SpinnerColumn(), TextColumn("comparing"), TotalFileSizeColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    with drawn_bar(*columns, quiet=quiet) as bar:
         task = bar.add_task("comparing", total=0)
         seen = 0
 
