@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,13 +97,13 @@ def verify_data(
     A start checks all but the tokens, and some blocks of those; a block is checked again when training first reads it.
     Exit code 0; 71 if anything is wrong.
     """
-    from rich.console import Console
     from rich.progress import Progress
 
+    from megasdc.common.program import drawn_bar
     from megasdc.data import manifest as prepared_data
 
     reports = []
-    with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
+    with drawn_bar(*Progress.get_default_columns(), quiet=as_json) as bar:
         for folder in folders:
             total = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
             task = bar.add_task(str(folder), total=total)
@@ -154,7 +156,21 @@ def launch_command(
         result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:
         print_text(result, as_json)
+    elif result.ended_by is not None or (result.exit_code == LaunchError.exit_code and result.failed_host is not None):
+        _print_way_on(request, Path(result.run_dir))
     raise typer.Exit(result.exit_code)
+
+
+def _print_way_on(request: Any, run_dir: Path) -> None:
+    """Print the command that goes on where ranks were killed or a host was lost."""
+    from megasdc.checkpoint.files import list_steps
+    from megasdc.config.load import load_config
+    from megasdc.ops.launch.supervision import print_front_message
+
+    folder = load_config(request.config_path, request.overrides).megasdc.checkpoint.folder
+    steps = list_steps(folder or run_dir / "checkpoints")
+    way = f"to go on from step {steps[-1]}" if steps else "no step was saved; to start again"
+    print_front_message(f"{way}: {shlex.join(['megasdc', *sys.argv[1:]])}")
 
 
 @app.command("run", epilog="Example: megasdc run --protect standard -- deepspeed --num_gpus 8 train.py --my-option 1")

@@ -186,6 +186,10 @@ def describe_code(code: int) -> str:
     return f"exit code {code}{f' ({kind.__name__})' if kind else ''}"
 
 
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+
+
 def _signal_number(code: int) -> int:
     return -code if code < 0 else code - 128 if code <= 128 + signal.SIGRTMAX else 256 - code
 
@@ -343,8 +347,11 @@ def _ranks_missing(
     lines = []
     for rank in missing[:MAX_RANKS_SHOWN]:
         what = "never started" if rank in never else "killed or host lost"
-        seen = records.ended.get(rank)
-        own = "" if seen is None else f"; it ended by itself, with {describe_code(seen.exit_code)}"
+        seen, own = records.ended.get(rank), ""
+        if seen is not None and seen.exit_code < 0:
+            what = f"killed by {_signal_name(-seen.exit_code)}"
+        elif seen is not None:
+            own = f"; it ended by itself, with {describe_code(seen.exit_code)}"
         if seen is not None and (short := _out_of_memory(seen, host_of_rank, records)):
             own += f", out of memory: {short}"
         lines.append(f"rank {rank} on {host_of_rank[rank]}: no done record ({what}; launcher said {code}{own})")
