@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasdc.common import durable as room
-from megasdc.common.errors import LaunchError, as_known_error
+from megasdc.common.errors import CorruptionError, LaunchError, NonFiniteError, as_known_error
 from megasdc.common.imports import frozen_imports
 from megasdc.common.run_lock import LockedFolders, launches_locked_out
 from megasdc.common.versions import check_range, component_versions, names_checked
@@ -127,7 +127,8 @@ def _explain(error: Exception) -> tuple[int, Exception]:
     if known is None:
         logger.error("unexpected error\n%s", traceback.format_exc())
         return 1, error
-    logger.error("%s", known)
+    if not isinstance(known, CorruptionError | NonFiniteError) or os.environ.get("RANK", "0") == "0":
+        logger.error("%s", known)  # what all ranks have found together is told by one
     return known.exit_code, known
 
 

@@ -124,7 +124,8 @@ class FindingPolicy:
             if unfit := golden.unfit():
                 left[GOLDEN] = NOTHING
                 self._emit("golden_unfit", reason=unfit[0], ranks=len(unfit))
-                logger.warning("the golden trace %s does not fit %d ranks: %s", golden.path, len(unfit), unfit[0])
+                if self._dims.rank == 0:
+                    logger.warning("the golden trace %s does not fit %d ranks: %s", golden.path, len(unfit), unfit[0])
             else:
                 self._golden = golden
         return left
@@ -328,7 +329,8 @@ class FindingPolicy:
             if self._dims.rank == 0:
                 logger.error("%s", message)
             raise IsolationError(message, step, wrong)
-        logger.warning("step %d: the %s check found silent data corruption: %s; %s", step, found.tier, text, action)
+        if self._dims.rank == 0:
+            logger.warning("step %d: the %s check found silent data corruption: %s; %s", step, found.tier, text, action)
         return action == "repair"
 
     def _commit(self, step: int, again: bool) -> bool:
@@ -343,7 +345,8 @@ class FindingPolicy:
         if self._wrong_since is None or since < self._wrong_since:
             self._wrong_since = since
             self._emit("not_verified_from", step=since)
-            logger.warning("checkpoints from step %d on hold this corruption and will not be verified", since)
+            if self._dims.rank == 0:
+                logger.warning("checkpoints from step %d on hold this corruption and will not be verified", since)
         return again
 
     def after_audit(self, run: Run, result: StepResult, *, extra: bool, recorded: bool) -> None:
@@ -363,7 +366,8 @@ class FindingPolicy:
             return
         if not recorded:
             self._emit("audit_void", step=result.step, reason="a rank has recorded no result of it")
-            logger.warning("step %d: the audit is void, since a rank has recorded no result of it", result.step)
+            if self._dims.rank == 0:
+                logger.warning("step %d: the audit is void, since a rank has recorded no result of it", result.step)
             return
         if not result.is_finite:
             if self._dims.rank == 0:
@@ -389,10 +393,12 @@ class FindingPolicy:
         self._wrong_since = state.get("wrong_since")
         if unknown := self._suspects.load_state(state["earlier"]):
             self._emit("earlier_not_known", ranks=unknown)
-            logger.warning(
-                "ranks %s were found wrong before, on hosts and devices that the checkpoint does not name: forgotten",
-                unknown,
-            )
+            if self._dims.rank == 0:
+                logger.warning(
+                    "ranks %s were found wrong before, on hosts and devices that the checkpoint does not name: "
+                    "forgotten",
+                    unknown,
+                )
 
 
 class Incidents:

@@ -314,7 +314,8 @@ class Findings:
         for rank, one in flagged.items():
             said = {"rank": rank, "address": str(one.address), "reason": one.reason}
             self._emit("finding", step=engine.step_number, tier="tokens", **said)
-            logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
+            if self._dims.rank == 0:
+                logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
         again: dict[int, list[tuple[int, int]]] = {rank: [] for rank in flagged}
         for micro_batch in sorted({one.address.micro_batch or 0 for one in flagged.values()}):
             for _ in range(self._repeats):
@@ -352,7 +353,8 @@ class Findings:
             if one is not None:
                 said = {"rank": rank, "address": str(one.address), "reason": one.reason}
                 self._emit("finding", step=step, tier=PLACE, **said)
-                logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
+                if self._dims.rank == 0:
+                    logger.warning("rank %d, %s: %s", rank, one.address, one.reason)
                 verdict = INTERMITTENT if rank in self._suspects.ranks else NOT_REPRODUCED
                 rulings.append(
                     RankVerdict(rank, verdict, FOLLOWS, one.address, expected=one.expected, got={rank: one.got})

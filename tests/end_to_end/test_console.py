@@ -1,0 +1,86 @@
+"""The console of `megasdc launch` on a terminal: whole lines beside a bar, each thing once, nothing of libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from harness import run_command
+from terminal import Terminal
+from test_launch_train import prepare_tiny, tiny_config
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(400)]
+STEPS = 24
+HOOK = '''
+import logging
+import sys
+
+from megasdc import Hook
+
+
+class Talk(Hook):
+    """Each rank logs, and rank 0 prints."""
+
+    def after_step(self, run, result):
+        logging.getLogger("megasdc.talk").info("says %s of step %d.", "word " * 30, result.step)
+        if run.dims.rank == 0:
+            print(f"prints {result.step}.", flush=True)
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the launch."""
+    return tmp_path_factory.mktemp("console")
+
+
+@pytest.fixture(scope="module")
+def console(folder: Path) -> Terminal:
+    """A launch on 80 columns whose ranks log and print, and in which an audit finds a persistent fault of rank 1."""
+    config = tiny_config()
+    fault = {"submodule": "*.linear_qkv", "phase": "forward", "rank": 1, "steps": [STEPS - 4, None]}
+    config["megasdc"] |= {
+        "protect": "off",
+        "training": {"steps": STEPS},
+        "determinism": {"enabled": True},
+        "audit": {"enabled": True, "interval": 4},
+        "hooks": ["talk.py:Talk"],
+        "faults": [{**fault, "bits": "exponent", "same_elements": True}],
+    }
+    (folder / "talk.py").write_text(HOOK)
+    with contextlib.chdir(folder):
+        prepare_tiny(folder, config)
+    terminal = Terminal(["launch", "--num-ranks", "2", "--config", "config.json"], columns=80, cwd=folder)
+    assert terminal.wait(200) == 73, terminal.drawn
+    return terminal
+
+
+def test_lines_are_whole(console: Terminal) -> None:
+    """Each line of each rank stands at the begin of a row with nothing of the bar in or behind it."""
+    rows = console.lines
+    text = "\n".join(rows)
+    assert re.search(r"training +[━╸╺ ]*\d+/\d+", console.drawn), text
+    for row in rows:
+        assert "━" not in row or re.match(r"training +[━╸╺ ]+\d+/\d+", row), (row, text)
+    whole = re.sub(r"\n(?!\d\d:\d\d:\d\d \[rank|prints |megasdc launch:|training )", "", text)
+    for step in range(1, STEPS - 4):
+        for rank in (0, 1):
+            assert re.search(rf"^[\d:]+ \[rank {rank}\] I says (word *){{30}} ?of step {step}\.$", whole, re.M), text
+        assert re.search(rf"^prints {step}\.$", whole, re.M), text
+
+
+def test_each_thing_is_said_once(console: Terminal) -> None:
+    """What is loaded before ranks say anything; the finding by one rank; nothing of libraries; the cursor is shown."""
+    said = console.drawn
+    assert said.index("loading PyTorch, DeepSpeed and Megatron-core") < said.index("[rank ")
+    assert len(re.findall(r"\[rank \d\] E step", said)) == 1, said
+    for raw in ("[WARNING]", "[INFO]", "real_accelerator", "c10d", "Warning:", "socket.cpp"):
+        assert raw not in said, (raw, said)
+
+
+def test_no_blank_lines_without_a_terminal(console: Terminal, folder: Path) -> None:
+    """A bar that is not drawn leaves no empty line."""
+    done = run_command("verify-checkpoint", str(folder / "run" / "checkpoints"))
+    assert done.returncode == 0 and all(line.strip() for line in (done.stdout + done.stderr).splitlines()), done
