@@ -136,10 +136,10 @@ def load_settings(
     problems += apply_overrides(raw, overrides, lambda _: None)
     _rename_earlier(before, ())
     _rename_earlier(raw, names)
-    is_asked = not word_needed or any(one.get("protect", OFF) != OFF for one in (before, raw))
-    for one in (before, raw):
-        if run_dir is not None and is_asked and isinstance(one.get("logging", {}), dict):
-            one.setdefault("logging", {}).setdefault("run_dir", run_dir)
+    is_asked = not word_needed or any(file.get("protect", OFF) != OFF for file in (before, raw))
+    for file in (before, raw):
+        if run_dir is not None and is_asked and isinstance(file.get("logging", {}), dict):
+            file.setdefault("logging", {}).setdefault("run_dir", run_dir)
     secrets = secret_problems(raw)
     for path in secrets:  # first, so that no other message shows one
         remove_key(raw, path)

@@ -64,7 +64,7 @@ HINTS = {
     **dict.fromkeys(("plan",), "megasdc plan-run, megasdc plan-audit, megasdc plan-checkpoints"),
     **dict.fromkeys(
         ("protect", "guard", "attach"),
-        "megasdc launch --protect standard; in a script of your own megasdc.attach(engine, SETTINGS)",
+        "megasdc launch --protect WORD, megasdc run --protect WORD; in a script megasdc.attach(engine, protect=WORD)",
     ),
     "help": "megasdc --help, megasdc COMMAND --help",
     "version": "megasdc --version",
