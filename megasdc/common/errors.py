@@ -188,8 +188,13 @@ def as_known_error(error: Exception) -> MegasdcError | None:
             f"with --master_port: {first_line}"
         )
     if kinds & {"DistBackendError", "DistNetworkError"} or any(sign in text for sign in PEER_SIGNS):
-        return PeerError(f"a collective failed because another rank has ended: {first_line}")
+        return PeerError(f"a collective failed because another rank has ended: {_without_source(first_line)}")
     return None
+
+
+def _without_source(line: str) -> str:
+    """A message of PyTorch's C++ code without its file and the advice of its authors."""
+    return re.sub(r"^\[[^]]*\.(cc|cpp|hpp|h):\d+\] ", "", line).partition(" This is typically caused by")[0]
 
 
 def out_of_memory(error: Exception) -> bool:

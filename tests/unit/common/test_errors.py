@@ -119,3 +119,13 @@ def test_a_pipe_in_place_of_a_file_of_the_run_is_storage(tmp_path):
     )
     told = f"77 {tmp_path}/metrics.jsonl cannot be written or read: it is a pipe, not a file\n"
     assert done.returncode == 0 and done.stdout.endswith(told * 3), done.stderr
+
+
+def test_a_broken_collective_is_told_without_the_source_of_the_library() -> None:
+    """What gloo says, without file, line and advice."""
+    raw = (
+        "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:8368: Connection reset "
+        "by peer. This is typically caused by a remote worker hanging. GLHF!"
+    )
+    told = "a collective failed because another rank has ended: Read error [127.0.0.1]:8368: Connection reset by peer."
+    assert str(as_known_error(RuntimeError(raw))) == told

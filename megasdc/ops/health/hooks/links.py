@@ -162,7 +162,7 @@ class LinkPings(Hook):
         known = hosts_by_address(addresses, self._hosts).items()
         self._sent = SentToHosts(connections, {address: host for address, host in known if host in self._columns})
         self._drop(lost)
-        if dims.rank == 0:
+        if dims.rank == 0 and len(set(self._hosts)) > 1:
             logger.info(
                 "links: %d pairs of hosts are measured every %d steps; ranks of one host are not. What rank 0 sends to "
                 "them over %d connections of training is counted",
