@@ -18,7 +18,7 @@ from tools.bench.commands import app
 from tools.bench.detection.golden_rank import Campaign
 from tools.bench.detection.live import bench_live
 from tools.bench.detection.live_cases import ALONE, CLEAN, LONG
-from tools.bench.detection.live_chain import NAMED, ChainPlan, run_chain_drills
+from tools.bench.detection.live_chain import HARMLESS, NAMED, TOLD, UNNAMED, ChainPlan, PresetPlan, run_chain_drills
 from tools.bench.detection.live_trial import UNSEEN
 from tools.bench.detection.options import LiveOptions
 
@@ -78,6 +78,16 @@ def test_a_sample_of_whole_runs(tmp_path: Path) -> None:
     (drill,) = result.faulty
     assert drill.outcome == NAMED and drill.named == drill.changed and drill.found
     assert run_chain_drills(plan, tmp_path / "log", lambda what, done, total: None) == result
+
+
+@pytest.mark.full
+def test_a_sample_of_runs_that_a_preset_alone_protects() -> None:
+    """A result that one of three replicas computes wrongly from some step on is found, or told as one that may pass."""
+    plan = PresetPlan(2, ("forward", "parameter"), ((1, 1, 3),), 20, 1, ("fp32",))
+    result = run_chain_drills(plan, None, lambda what, done, total: None)
+    assert not result.failed and result.clean_steps == {"1x1x3": 20}
+    assert {one.kinds[0] for one in result.faulty} == {"forward", "parameter"}
+    assert all(one.changed and one.outcome in (NAMED, UNNAMED, HARMLESS, TOLD) for one in result.faulty)
 
 
 def _blind(folder: str, seed: int) -> list[Any]:

@@ -176,3 +176,15 @@ def test_replays_in_bubbles(tmp_path: Path) -> None:
     for one in slept:
         assert one["replay_s"]["median"] >= 0.03 and one["step_s"]["median"] >= 5 * 0.03
         assert one["passed"] == (one["share"]["median"] >= one["bar"])
+
+
+@pytest.mark.full
+def test_a_short_run_of_what_a_preset_costs(tmp_path: Path) -> None:
+    """`python -m tools.bench protect` trains both sides to their ends in turns, and judges their ratio."""
+    sizes = ["--hidden", "64", "--layers", "1", "--sequence", "32", "--vocab", "500"]
+    few = ["--blocks", "2", "--steps-per-block", "10", "--warmup", "0"]
+    done = CliRunner().invoke(app, ["protect", *sizes, *few, "--out", str(tmp_path / "out.json")])
+    assert done.exit_code in (0, 1), done.output
+    (one,) = json.loads((tmp_path / "out.json").read_text())["comparisons"]
+    assert len(one["costs"]) == 2 and one["bar"] == 1.015 and one["budget"] == 0.01
+    assert all(cost["wall_s"] > 0 for pair in one["costs"] for cost in pair)

@@ -28,6 +28,7 @@ from tools.bench.detection.overhead_model import (
     predict,
 )
 from tools.bench.detection.overhead_page import overhead_page
+from tools.bench.statistics import Cost
 from tools.bench.training.options import TrainBenchOptions
 
 SIZES = TrainBenchOptions(
@@ -145,9 +146,13 @@ def test_wider_models_pay_less() -> None:
 
 def _side(plain_s: float, audited_s: float = 0.0) -> dict:
     """Six blocks of ten steps, of which one has an audited step."""
-    blocks = [{"wall_s": 10 * plain_s, "audited_s": 0.0, "audits": 0} for _ in range(6)]
+
+    def cost(wall_s: float) -> Cost:
+        return Cost(wall_s, 2 * wall_s)
+
+    blocks = [{"whole": cost(10 * plain_s), "audited": cost(0.0), "audits": 0} for _ in range(6)]
     if audited_s:
-        blocks[2] = {"wall_s": 9 * plain_s + audited_s, "audited_s": audited_s, "audits": 1}
+        blocks[2] = {"whole": cost(9 * plain_s + audited_s), "audited": cost(audited_s), "audits": 1}
     told = {"cadence": Cadence(1, 50, 10), "shares": TimeShares(0.02, 0.005, 0.04, 0.01), "budget": 0.01}
     return {"blocks": blocks, "told": told}
 
@@ -156,7 +161,8 @@ def test_audits_count_in_the_ratio_of_a_preset_as_the_run_has_measured_them() ->
     """Steps of 1.01 s against 1 s, and half a per cent of audits; the audited step itself changes no block."""
     options = ProtectOptions(blocks=6, steps_per_block=10)
     one = protected.judge(options, _side(1.01, 1.7), _side(1.0))
-    assert one.ratios["wall"].median == pytest.approx(1.01 * 1.005) and one.bar == 1.03 and one.passed
+    assert [one.ratios[name].median for name in ("wall", "cpu")] == pytest.approx([1.01 * 1.005] * 2)
+    assert one.bar == 1.03 and one.passed
     assert one.counted == (1, 1.7) and one.step_s == pytest.approx((1.01, 1.0))
     wide = protected.judge(replace(options, hidden=1024), _side(1.02, 1.7), _side(1.0))
     assert wide.bar == 1.015 and not wide.passed

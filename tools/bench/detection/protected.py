@@ -138,12 +138,12 @@ def judge(options: ProtectOptions, ours: dict[str, Any], other: dict[str, Any]) 
         for one, two in zip(ours["blocks"], other["blocks"], strict=True)
     ]
     count = sum(one["audits"] for one in ours["blocks"])
-    spent = sum(one["audited_s"] for one in ours["blocks"])
+    spent = sum(one["audited"].wall_s for one in ours["blocks"])
     walls = sorted(one.wall_s / (1 + audits) for one, _ in pairs), sorted(two.wall_s for _, two in pairs)
     middle = len(pairs) // 2
     return ProtectComparison(
         bar=bar_of(options),
-        ratios=ratios(pairs, ("wall",)),
+        ratios=ratios(pairs),
         difference=None,
         costs=pairs,
         audits=audits,
@@ -157,8 +157,9 @@ def judge(options: ProtectOptions, ours: dict[str, Any], other: dict[str, Any]) 
 
 def _cost(block: dict[str, Any], steps: int, audits: float) -> Cost:
     """Cost of a block, with that of audits spread over all steps instead of that in this block."""
-    plain = (block["wall_s"] - block["audited_s"]) / (steps - block["audits"])
-    return Cost(plain * steps * (1 + audits), 0.0)
+    whole, audited, plain = block["whole"], block["audited"], steps - block["audits"]
+    factor = steps / plain * (1 + audits)
+    return Cost((whole.wall_s - audited.wall_s) * factor, (whole.cpu_s - audited.cpu_s) * factor)
 
 
 def run_side(messages: Messages, config: Path, options: ProtectOptions) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megasdc.engine.engine import StepResult
@@ -15,15 +16,26 @@ from megasdc.train.build import Features, Start
 from megasdc.train.detection.step_checker import StepChecker
 from tools.bench.detection.options import ProtectOptions
 from tools.bench.rank import Messages
+from tools.bench.statistics import Cost
 from tools.bench.training.steps_rank import LONGEST_TURN
+
+
+def _now() -> Cost:
+    """Wall and processor time of this rank so far, all threads."""
+    return Cost(time.perf_counter(), time.process_time())
+
+
+def _since(began: Cost) -> Cost:
+    now = _now()
+    return Cost(now.wall_s - began.wall_s, now.cpu_s - began.cpu_s)
 
 
 @dataclass
 class Block:
-    """Wall time of a block's steps, and of those of them that were audited."""
+    """A block of steps on this rank: where it began, what audited steps took, and their number."""
 
-    began: float
-    audited_s: float = 0.0
+    began: Cost
+    audited: Cost = field(default_factory=lambda: Cost(0.0, 0.0))
     audits: int = 0
 
 
@@ -38,8 +50,8 @@ class Turns(Hook):
         self._waiting = dist.new_group(backend="gloo", timeout=LONGEST_TURN)
         self._checker = next((one for one in run.hooks if isinstance(one, StepChecker)), None)
         self._block: Block | None = None
-        self._is_audited, self._began = False, 0.0
-        self._blocks: list[dict[str, float]] = []
+        self._is_audited, self._began = False, _now()
+        self._blocks: list[dict[str, Any]] = []
 
     def on_start(self, run: Run) -> None:
         """Wait for the turn in which to warm up, so that what the run measures then has the machine for itself."""
@@ -55,18 +67,25 @@ class Turns(Hook):
         Collective: all ranks of the world, at the end of a block.
         """
         if self._block is not None and self._is_audited:
-            self._block.audited_s += time.perf_counter() - self._began
+            self._block.audited += _since(self._began)
             self._block.audits += 1
         measured = run.step - self._options.warmup_steps
         if measured >= 0 and measured % self._options.steps_per_block == 0:
             dist.barrier(group=self._waiting)
             if self._block is not None:
-                wall_s = time.perf_counter() - self._block.began
-                of_audits = {"audited_s": self._block.audited_s, "audits": self._block.audits}
-                self._blocks.append({"wall_s": wall_s, **of_audits})
+                self._keep(self._block)
             self._wait(run)
-            self._block = Block(time.perf_counter())
-        self._began = time.perf_counter()
+            self._block = Block(_now())
+        self._began = _now()
+
+    def _keep(self, block: Block) -> None:
+        """Keep a block's wall time on rank 0, and the processor time of all ranks."""
+        whole = _since(block.began)
+        cpu = torch.tensor([whole.cpu_s, block.audited.cpu_s], dtype=torch.float64)
+        dist.all_reduce(cpu, group=self._waiting)
+        total, audited = cpu.tolist()
+        own = {"whole": Cost(whole.wall_s, total), "audited": Cost(block.audited.wall_s, audited)}
+        self._blocks.append({**own, "audits": block.audits})
 
     def _wait(self, run: Run) -> None:
         run.enter("SAVE")  # which may take longer than what a step does
