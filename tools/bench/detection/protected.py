@@ -110,7 +110,7 @@ def config_of(options: ProtectOptions, word: str, folder: Path, data: Path) -> d
     own = raw["megasdc"]
     own["protect"] = word
     own["data"] = {"path": str(data), "sequence_length": own["data"]["sequence_length"]}
-    own["parallel"] = {**own["parallel"], "threads": 1}
+    own["parallel"] = {"threads": 1}
     own["training"]["steps"] = options.total_steps
     own["logging"]["run_dir"] = str(folder / f"run_{word}")
     if options.hidden:
@@ -123,7 +123,7 @@ def config_of(options: ProtectOptions, word: str, folder: Path, data: Path) -> d
         own["training"]["eval_interval"] = 0
         own["checkpoint"] = {"interval": 0}
         raw |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": options.accumulation}
-        del raw["train_batch_size"]
+        raw.pop("train_batch_size")
     else:
         raw["train_batch_size"] = 8 * options.ranks
     return raw
