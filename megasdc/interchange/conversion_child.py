@@ -12,9 +12,6 @@ import os
 import signal
 import threading
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that the parent blocks while it starts this process, which so begins with them blocked."""
-
 
 def _end_with_parent() -> None:
     os.read(0, 1)  # returns at the end of the pipe; sys.stdin would hold a lock that the interpreter's end needs
@@ -23,7 +20,6 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Convert; the process must lead a group of its own."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from deepspeed.checkpoint import ds_to_universal
 

@@ -17,9 +17,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,11 +52,11 @@ from megasdc.checkpoint.verify import ConvertibleCheckpoint, find_folders, read_
 from megasdc.common.durable import commit_folder, remove_entry, sync_path
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.deepspeed import precision_of
-from megasdc.interchange.conversion_child import STOP_SIGNALS
 from megasdc.model.sharding import UNIVERSAL_INFO_KEY
 
 CONVERTING_PREFIX = ".converting_"
 """Prefix of the temporary folder's name; not that of unfinished saves, which every start of a run removes."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CHILD = Path(__file__).with_name("conversion_child.py")
 _INPUT, _OUTPUT = "source", "universal"
 _LOG = "conversion.log"
@@ -238,35 +239,57 @@ def _run_deepspeed(source: Path, temporary: Path, workers: int, progress: bool) 
     command = [sys.executable, "-P", str(_CHILD), "--input_folder", _INPUT, "--output_folder", _OUTPUT]
     command += ["--num_extract_workers", str(workers), "--num_merge_workers", str(max(1, workers // 2))]
     log = temporary / _LOG
-    # A stop signal that came before `process` has a value would leave it behind; it waits, and ends what is in `try`.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        with open(log, "wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=temporary,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-            )
-            try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                with _spinner() if progress else nullcontext() as show:
-                    while process.poll() is None:
-                        if show is not None:
-                            show(_tail(log, 1))
-                        time.sleep(0.1)
-            finally:
-                _end_group(process)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # A stop signal that ended this before `process` has a value would leave it behind.
+    with _noted_signals() as pass_on, open(log, "wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=temporary,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        try:
+            pass_on()
+            with _spinner() if progress else nullcontext() as show:
+                while process.poll() is None:
+                    if show is not None:
+                        show(_tail(log, 1))
+                    time.sleep(0.1)
+        finally:
+            _end_group(process)
     if process.returncode != 0:
         _check_room(temporary, max(entry.stat().st_size for entry in source.iterdir()))
         raise CheckpointError(
             f"DeepSpeed's conversion of {source} failed with exit code {process.returncode}:\n{_tail(log, _TAIL_LINES)}"
         )
+
+
+@contextmanager
+def _noted_signals() -> Iterator[Callable[[], None]]:
+    """Only note stop signals that have a handler, until the function that this yields gives them to it.
+
+    They are not blocked: another thread of this process would get what one of them blocks. Handlers are called in the
+    main thread alone, so that in another one there is nothing to do.
+    """
+    noted: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS if is_main}
+    before = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, lambda number, frame: noted.append(number))
+
+    def pass_on() -> None:
+        while before:
+            signal.signal(*before.popitem())
+        while noted:
+            signal.raise_signal(noted.pop(0))
+
+    try:
+        yield pass_on
+    finally:
+        pass_on()
 
 
 def _check_room(folder: Path, size: int) -> None:

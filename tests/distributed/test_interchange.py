@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +104,11 @@ def test_a_conversion_that_is_ended_leaves_nobody_behind(tmp_path: Path, checkpo
 def test_a_conversion_that_is_ended_while_its_process_starts_leaves_nobody(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal that comes once there is a process, and before the command knows it, ends that process too."""
+    """A signal that comes once there is a process, and before the command knows it, ends that process too, whichever
+    thread of the command gets it.
+    """
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
     started: list[psutil.Process] = []
 
     class Started(subprocess.Popen[bytes]):
@@ -112,10 +117,12 @@ def test_a_conversion_that_is_ended_while_its_process_starts_leaves_nobody(
             started.append(psutil.Process(self.pid))
             started[-1].suspend()  # it does not end by itself
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # till another thread has got it, if the command's own does not
 
     with monkeypatch.context() as patch:
         patch.setattr(convert.subprocess, "Popen", Started)
         assert _command(patch, "convert-checkpoint", checkpoint, "--to", "universal", "--out", tmp_path / "out") == 143
+    done.set()
     assert len(started) == 1 and psutil.wait_procs(started, timeout=60)[1] == []
     assert not (tmp_path / "out").exists() and not (tmp_path / ".converting_out").exists()
 

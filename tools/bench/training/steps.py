@@ -232,8 +232,11 @@ def _run_apart(options: TrainBenchOptions, against: str, folder: Path, on_progre
         arguments[name] = {"options": options, "name": name, "folder": folder / name}
         (folder / name).mkdir()
     turns = options.blocks + 1  # one more is profiled
-    sides = run_in_turns(run_apart, arguments, turns, options, f"against {against}", folder, on_progress)
-    return sides, None
+
+    def on_turn(what: str, done: int, total: int) -> None:
+        on_progress(what, min(done, options.blocks), options.blocks)
+
+    return run_in_turns(run_apart, arguments, turns, options, f"against {against}", folder, on_turn), None
 
 
 class RankOptions(Protocol):
