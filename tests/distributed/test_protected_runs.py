@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import end_of, events_of, metrics_of, sizes_of, state_of, train_run, verdicts_of, write_run
+from harness import run_distributed
+from whole_runs import (
+    end_of,
+    events_of,
+    metrics_of,
+    pretrain_rank,
+    sizes_of,
+    state_of,
+    train_run,
+    verdicts_of,
+    write_run,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -108,3 +120,20 @@ def test_standard_finds_names_and_repairs_and_strict_halts(tmp_path: Path, data:
     forgets = {"checkpoint__memory__interval": 0}  # of a run that has failed they would stay in the memory of the host
     strict = _write(tmp_path, data, "strict", (1, 1, 3), protect="strict", faults=[{**fault, **scaled}], **forgets)
     assert [code for code, _ in train_run(strict, 3)] == [73, 73, 73]
+
+
+def _with_a_word_of_its_own(config: str) -> tuple[int, str | None]:
+    """Body of a rank: rank 1 lacks the folder of the run, which rank 0 has, as on another host."""
+    word = ("off", "standard")[int(os.environ["RANK"])]
+    return pretrain_rank(config, [f"megasdc.protect={word}"])
+
+
+def test_ranks_that_know_other_words_start_nothing(tmp_path: Path, data: Path) -> None:
+    """Each tells both words, the folder that only one host has, and what to add; with exit code 70."""
+    config = _write(tmp_path, data, "torn", (1, 1, 2))
+    results = run_distributed(_with_a_word_of_its_own, 2, str(config), init=False)
+    assert [code for code, _ in results] == [70, 70]
+    for _, message in results:
+        assert "megasdc.protect: is off on rank 0, and standard on rank 1" in message, results
+        assert f"the run in {tmp_path / 'torn'} goes on" in message and "--set megasdc.protect=off" in message
+    assert not (tmp_path / "torn" / "metrics.jsonl").exists()
