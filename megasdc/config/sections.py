@@ -485,7 +485,8 @@ class MegasdcSection(Section):
         "Preset of fields that protect a run, of which those that the file gives win: off: none; standard: "
         "deterministic mode, audits, checks of every step within `sdc.budget`, snapshots in memory; what is found is "
         "repaired, or else halts the run, and checks change no bit of the training; strict: the same, but any finding "
-        "halts. A run that was begun with another word, or before there were any, goes on as it began where a file has none.",
+        "halts. A run that was begun with another word, or before there were any, goes on as it began where a "
+        "file has none.",
         APPLIED,
     )
 
