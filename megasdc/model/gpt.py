@@ -325,14 +325,16 @@ def _local_embedding() -> type:
         def forward(self, tokens: Tensor) -> Tensor:
             """Look up [b, s] -> [b, s, h]; zero if the entry belongs to another rank."""
             if self.num_embeddings_per_partition == self.num_embeddings:
-                return self._look_up(tokens)
+                if self.deterministic_mode:
+                    return self.weight[tokens]
+                # The backward of indexing adds in the order of the gradient's memory, here [s, b], that of F.embedding
+                # in the order of the tokens. In the same order both have the same bits on a CPU.
+                return F.embedding(tokens.t(), self.weight).transpose(0, 1).contiguous()
             elsewhere = (tokens < self.vocab_start_index) | (tokens >= self.vocab_end_index)
-            local = self._look_up((tokens - self.vocab_start_index).masked_fill(elsewhere, 0))
-            return local.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-
-        def _look_up(self, tokens: Tensor) -> Tensor:
+            local = (tokens - self.vocab_start_index).masked_fill(elsewhere, 0)
             # On CUDA the backward of indexing is deterministic (it sorts); that of F.embedding adds in any order.
-            return self.weight[tokens] if self.deterministic_mode else F.embedding(tokens, self.weight)
+            words = self.weight[local] if self.deterministic_mode else F.embedding(local, self.weight)
+            return words.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
     return LocalEmbedding
 

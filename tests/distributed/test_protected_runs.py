@@ -24,6 +24,7 @@ from whole_runs import (
 pytestmark = pytest.mark.distributed
 
 STANDARD = {"protect": "standard"}
+SEVERAL = {"deepspeed__train_micro_batch_size_per_gpu": 2}
 COMMON = {"deepspeed__gradient_clipping": 0.5, "model__hidden_dropout": 0.1}
 
 
@@ -43,10 +44,10 @@ def _write(tmp_path: Path, data: Path, name: str, layout: tuple[int, int, int], 
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
-        ((1, 1, 2), {"checkpoint__interval": 3}),
+        ((1, 1, 2), {"checkpoint__interval": 3, **SEVERAL}),
         ((1, 1, 1), {}),
         ((1, 2, 2), {"deepspeed__bf16": {"enabled": True}}),
-        ((2, 1, 1), {}),
+        ((2, 1, 1), SEVERAL),
         ((1, 1, 2), {"drop_compute": None}),
     ],
     ids=["dp2", "dp1", "pp2dp2_bf16", "tp2", "dp2_drops"],
