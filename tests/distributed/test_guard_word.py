@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,16 @@ from megasdc.attached import attach as attached
 from megasdc.common.errors import ConfigError
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
-from tools.trainings.engines import TRANSIENT, Planted, deepspeed_config, llama_engine, pipeline_engine, train
+from tools.trainings.engines import (
+    PERSISTENT,
+    TRANSIENT,
+    Planted,
+    deepspeed_config,
+    llama_engine,
+    llama_trainer,
+    pipeline_engine,
+    train,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 STEPS = 4
@@ -151,3 +162,46 @@ def test_a_model_that_cannot_be_audited_is_protected_by_the_rest(tmp_path: Path)
     (told,) = read_events(tmp_path / "standard", kind="guard", name="not_audited")
     assert told.step == 1 and "use_reentrant=False" in told.fields["reason"]
     assert not (tmp_path / "standard" / "reports").exists()
+
+
+def _trainer(folder: str, word: str | None, planted: Planted | None = None) -> tuple[Any, str]:
+    """Losses, weights and generator of a ``Trainer`` after some steps, or its exit code; and what it has printed."""
+    fault = planted if planted is not None and planted.rank == dist.get_rank() else None
+    trainer = llama_trainer(deepspeed_config(1, "fp32"), fault, folder, STEPS, attention_dropout=0.1)
+    losses, compute = list[float](), trainer.training_step
+
+    def noting(*args: Any, **options: Any) -> Any:
+        losses.append((loss := compute(*args, **options)).item())
+        return loss
+
+    trainer.training_step = noting
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        guard = megasdc.attach(trainer, _settings(folder, "guard"), protect=word) if word else None
+        try:
+            trainer.train()
+            end: Any = losses, _digest(trainer.model), torch.rand(1).item()
+        except SystemExit as error:
+            end = int(str(error.code))
+        if guard is not None:
+            guard.close()
+    return end, printed.getvalue()
+
+
+def _trainers(folder: str) -> list[tuple[Any, str]]:
+    """Body of a rank: without a word, with it, and with a rank that is wrong."""
+    wrong = Planted(1, "model.layers.1.mlp.up_proj", "forward", PERSISTENT)
+    plain, word = _trainer(f"{folder}/plain", None), _trainer(f"{folder}/word", "standard")
+    return [plain, word, _trainer(f"{folder}/wrong", "standard", wrong)]
+
+
+def test_a_trainer_of_hugging_face_is_protected_by_the_word(tmp_path: Path) -> None:
+    """No bit of it changes, the lines of the start are printed on one rank, and a wrong rank is named and ends all."""
+    (first, second) = run_distributed(_trainers, 2, str(tmp_path))
+    for plain, protected, wrong in (first, second):
+        assert len(plain[0][0]) == 2 * STEPS and protected[0] == plain[0] and wrong[0] == 73
+    for what in ("attached after step 0 to ", *(f"standard, {one}: " for one in ("covered", "cost", "not covered"))):
+        assert what in first[1][1] and what not in second[1][1]
+    (closed,) = read_events(tmp_path / "word" / "guard", kind="guard", name="closed")
+    assert closed.fields == {"steps": STEPS, "audits": 3, "agreed": 3, "findings": 0}
+    ((_, incident),) = load_incidents(tmp_path / "wrong" / "guard" / "reports", [])
+    assert ([one.rank for one in incident.flagged], incident.done) == ([1], "halted")

@@ -171,7 +171,7 @@ def _llama(planted: Planted | None, **fields: Any) -> nn.Module:
     return model
 
 
-def llama_trainer(config: Mapping[str, Any], planted: Planted | None, folder: str, steps: int) -> Any:
+def llama_trainer(config: Mapping[str, Any], planted: Planted | None, folder: str, steps: int, **fields: Any) -> Any:
     """Hugging Face's ``Trainer`` of the same model; ``folder``: where it may write."""
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
     from transformers import Trainer, TrainingArguments
@@ -190,7 +190,7 @@ def llama_trainer(config: Mapping[str, Any], planted: Planted | None, folder: st
         save_strategy="no",
         disable_tqdm=True,
     )
-    return Trainer(model=_llama(planted), args=options, train_dataset=_Texts())
+    return Trainer(model=_llama(planted, **fields), args=options, train_dataset=_Texts())
 
 
 class _Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
