@@ -8,8 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
 from megasdc.ops.cluster import SUBNET, Cluster
 
@@ -46,7 +45,7 @@ def slurm_unavailable_reason() -> str | None:
     return f"missing Debian package: slurm-wlm ({', '.join(missing)})" if missing else None
 
 
-class SlurmCluster:
+class SlurmCluster(Cluster):
     """Test hosts that SLURM gives jobs to, two CPUs and a GPU that is none each, for the time of a ``with`` block.
 
     Args:
@@ -63,93 +62,62 @@ class SlurmCluster:
         env: Mapping[str, str] | None = None,
         settings: Sequence[str] = (),
     ) -> None:
-        self.folder = folder.resolve() / "slurm"
-        self._env = {"SLURM_CONF": str(self.folder / "slurm.conf"), **(env or {})}
+        self._slurm_folder = folder.resolve() / "slurm"
         self._settings = settings
-        self.hosts = Cluster(folder, num_hosts, env=self._env)
-        self._logs: list[IO[bytes]] = []
+        super().__init__(folder, num_hosts, {"SLURM_CONF": str(self._slurm_folder / "slurm.conf"), **(env or {})})
 
-    def __enter__(self) -> Self:
-        self._write_files()
-        self.hosts.__enter__()
-        try:
-            for name in self.hosts.names:
-                self._start_munge(name)
-            self._daemon(self.hosts.names[0], "slurmctld", "-D")
-            for name in self.hosts.names:
-                self._start_slurmd(name)
-            self._wait_until_idle()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Power everything off; safe to call twice."""
-        self.hosts.close()
-        for log in self._logs:
-            log.close()
-        self._logs.clear()
-
-    def run(self, *argv: str, timeout_s: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command of SLURM's on the first host, to its end."""
-        return self.hosts.run(self.hosts.names[0], argv, timeout_s=timeout_s, **options)
-
-    def boot(self, name: str) -> None:
-        """Start a host that was powered off, with its daemons; not the first one, which has the controller."""
-        self.hosts.boot(name)
-        self.hosts.wait_until_reachable([name])
-        self._start_munge(name)
-        self._start_slurmd(name)
+    def run_on_first(self, *argv: str, timeout_s: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command, such as one of SLURM's, on the first host, to its end."""
+        return self.run(self.names[0], argv, timeout_s=timeout_s, **options)
 
     def logs(self) -> str:
         """What the daemons have said."""
-        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self._slurm_folder.glob("*.log")))
 
-    def _start_munge(self, name: str) -> None:
-        # Its key lies in a folder of everybody's, which munge would refuse.
-        self._daemon(name, "munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key")
-
-    def _start_slurmd(self, name: str) -> None:
-        self._daemon(name, "slurmd", "-D", "-N", name)
+    def _start_services(self, names: Sequence[str]) -> None:
+        for name in names:
+            # Its key lies in a folder of everybody's, which munge would refuse.
+            self._daemon(name, "munged", "--foreground", "--force", f"--key-file={self._slurm_folder}/munge.key")
+        if self.names[0] in names:
+            self._daemon(self.names[0], "slurmctld", "-D")
+        for name in names:
+            self._daemon(name, "slurmd", "-D", "-N", name)
+        if self.names[0] in names:
+            self._wait_until_idle()
 
     def _daemon(self, name: str, program: str, *arguments: str) -> None:
-        log = open(self.folder / f"{program}_{name}.log", "ab")  # noqa: SIM115 - open as long as the host is on
+        log = open(self._slurm_folder / f"{program}_{name}.log", "ab")  # noqa: SIM115 - open as long as the host is on
         self._logs.append(log)
         path = shutil.which(program, path=_PATH)
         assert path is not None, program
-        self.hosts.popen(name, ["mkdir", "-p", "/run/munge"]).wait()
-        self.hosts.popen(name, [path, *arguments], stdout=log, stderr=log)
+        self.popen(name, ["mkdir", "-p", "/run/munge"]).wait()
+        self.popen(name, [path, *arguments], stdout=log, stderr=log)
 
     def _wait_until_idle(self, timeout_s: float = 120.0) -> None:
         end = time.monotonic() + timeout_s
         while True:
-            found = self.run("sinfo", "--noheader", "--Node", "--format=%T")
-            if found.stdout.split() == ["idle"] * len(self.hosts.names):
+            found = self.run_on_first("sinfo", "--noheader", "--Node", "--format=%T")
+            if found.stdout.split() == ["idle"] * len(self.names):
                 return
             assert time.monotonic() < end, f"{found.stdout}{found.stderr}\n{self.logs()}"
             time.sleep(0.2)
 
     def _write_files(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "state").mkdir(exist_ok=True)
-        key = self.folder / "munge.key"
+        super()._write_files()
+        self._slurm_folder.mkdir(parents=True, exist_ok=True)
+        (self._slurm_folder / "state").mkdir(exist_ok=True)
+        key = self._slurm_folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        count = len(self.hosts.names)
-        (self.folder / "slurm.conf").write_text(
+        count = len(self.names)
+        (self._slurm_folder / "slurm.conf").write_text(
             _CONF.format(
                 controller=f"node1({SUBNET}.11)",
-                folder=self.folder,
+                folder=self._slurm_folder,
                 names=f"node[1-{count}]",
                 addresses=f"{SUBNET}.[11-{10 + count}]",
             )
             + "".join(f"{line}\n" for line in self._settings)
         )
-        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self._slurm_folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
+        (self._slurm_folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

@@ -42,6 +42,10 @@ OWN_FOLDERS = (Path("/dev/shm"), Path("/run"))
 POLL_S = 0.01
 DRAIN_S = 0.1
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
+OF_PROCESS_IDS = 0x20000000
+"""Flag of ``clone``: CLONE_NEWPID."""
+OF_HOST = OF_PROCESS_IDS | 0x00020000 | 0x04000000 | 0x08000000 | 0x40000000
+"""Namespaces of a host: also CLONE_NEWNS, NEWUTS, NEWIPC and NEWNET."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 PACKAGE_OF_PROGRAM = {
     "ip": "iproute2",
@@ -224,6 +228,7 @@ class Cluster:
         self.private = [Path(path) for path in private]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._first_pid: dict[str, int] = {}
+        self._started: list[tuple[str, subprocess.Popen[Any]]] = []
         self._logs: list[IO[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -240,6 +245,7 @@ class Cluster:
             for name in self.names:
                 self.boot(name)
             self.wait_until_reachable()
+            self._start_services(self.names)
         except BaseException:
             self.close()
             raise
@@ -283,9 +289,13 @@ class Cluster:
         if not Path(f"/proc/{pid}/root{cwd}").is_dir():
             raise LaunchError(f"{cwd}: {name} has no such folder; each host has /dev/shm and /run of its own")
         try:
-            return _popen_within(pid, argv, cwd, {"stdin": subprocess.DEVNULL, "env": whole, **options})
+            process = _popen_within(pid, argv, cwd, {"stdin": subprocess.DEVNULL, "env": whole, **options})
         except FileNotFoundError as error:
             raise LaunchError(f"{error.filename}: there is no such program in the PATH of {name}") from None
+        except ProcessLookupError:  # it has lost its power meanwhile
+            raise LaunchError(f"{name} is off: {argv[0]} cannot be started there") from None
+        self._started.append((name, process))
+        return process
 
     def run(
         self, name: str, argv: Sequence[str], *, timeout_s: float = 120.0, **options: Any
@@ -322,13 +332,17 @@ class Cluster:
         """Cut a host's power: all its processes end at once, nothing is flushed, no connection is closed."""
         if self.is_on(name):
             os.kill(self._first_pid[name], signal.SIGKILL)
+            for host, process in self._started:
+                if host == name:  # the kernel ends a host's first process when the exit codes of all others are read
+                    process.wait()
             self._processes[name].wait()
 
     def reboot(self, name: str) -> None:
-        """Power a host off and on, and wait until it can be reached."""
+        """Power a host off, if it is on, and on, and wait until it can be reached."""
         self.power_off(name)
         self.boot(name)
         self.wait_until_reachable()
+        self._start_services([name])
 
     def unplug(self, name: str) -> None:
         """Pull a host's network cable."""
@@ -415,6 +429,9 @@ class Cluster:
         self._wait(name, lambda: _in_other_network(self._first_pid[name]), 5.0, "stayed in this machine's network")
         return self._first_pid[name]
 
+    def _start_services(self, names: Sequence[str]) -> None:
+        """Start what hosts that can be reached offer beside SSH: nothing, unless a subclass has something."""
+
     def _write_files(self) -> None:
         """Write keys, name tables and SSH configuration of all hosts."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -483,35 +500,41 @@ class Cluster:
         return "\n ".join(options) + "\n"
 
 
+def enter_host(process: int, namespaces: int = OF_HOST) -> None:
+    """Enter namespaces of a process on a host: ``os.setns``, which Python 3.11 has not.
+
+    The namespace of process ids is that of children from now on; this process keeps its own.
+
+    Args:
+        process: file descriptor of the process (``os.pidfd_open``).
+        namespaces: bits of ``clone``'s flags.
+
+    Raises:
+        OSError: it has ended, or this process may not.
+    """
+    if _LIBC.setns(process, namespaces):
+        raise OSError(ctypes.get_errno(), "the namespaces of a test host cannot be entered")
+
+
 def _popen_within(pid: int, argv: Sequence[str], cwd: str, options: Mapping[str, Any]) -> subprocess.Popen[Any]:
     """Start a program in the namespaces of a process, as a child of this one: what is sent to it reaches it.
 
     ``nsenter`` would stand between: a signal of the terminal's would end it, and leave the program behind.
     """
     with contextlib.ExitStack() as stack:
-
-        def namespace(kind: str, of: int | str) -> int:
-            return stack.enter_context(open(f"/proc/{of}/ns/{kind}", "rb")).fileno()
-
-        entered = [namespace(kind, pid) for kind in ("net", "uts", "ipc", "mnt")]
-        processes, own_processes = namespace("pid", pid), namespace("pid", "self")
+        first, own = os.pidfd_open(pid), os.pidfd_open(os.getpid())
+        stack.callback(os.close, first)
+        stack.callback(os.close, own)
 
         def enter() -> None:
-            for one in entered:
-                _set_namespace(one)
+            enter_host(first, OF_HOST & ~OF_PROCESS_IDS)
             os.chdir(cwd)
 
-        _set_namespace(processes)  # of children alone
+        enter_host(first, OF_PROCESS_IDS)
         try:
             return subprocess.Popen(list(argv), preexec_fn=enter, **options)  # noqa: PLW1509 - no thread holds a lock
         finally:
-            _set_namespace(own_processes)
-
-
-def _set_namespace(file: int) -> None:
-    """``os.setns``, which Python 3.11 has not."""
-    if _LIBC.setns(file, 0):
-        raise OSError(ctypes.get_errno(), "a namespace cannot be entered")
+            enter_host(own, OF_PROCESS_IDS)
 
 
 def _python_path() -> dict[str, str]:

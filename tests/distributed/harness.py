@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_switch import apply_fused_switch
-from host_forks import PASSED_ON, enter_host, is_elsewhere, serve_own_forks
+from host_forks import PASSED_ON, go_on_at_host, is_elsewhere, serve_own_forks
 
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
 from megasdc.parallel import processes
@@ -356,7 +356,7 @@ class _Command:
             os.dup2(stream, number)
             os.close(stream)
         if self.host is not None:
-            enter_host(self.host)
+            go_on_at_host(self.host)
         if self.host is not None or self.is_server:
             serve_own_forks()
         else:

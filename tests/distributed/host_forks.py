@@ -10,8 +10,8 @@ import socket
 from multiprocessing import connection, forkserver
 from typing import Any
 
-NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
-"""CLONE_NEWNS, NEWUTS, NEWIPC, NEWPID and NEWNET: those of a host of ``megasdc.ops.cluster``."""
+from megasdc.ops.cluster import enter_host
+
 PR_SET_PDEATHSIG = 1
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """Signals that who stands for a process elsewhere passes on to it."""
@@ -24,7 +24,7 @@ def is_elsewhere(pid: int) -> bool:
     return False
 
 
-def enter_host(pid: int) -> None:
+def go_on_at_host(pid: int) -> None:
     """Go on as a process of the host of another one; this process stands for it, with signals and exit code.
 
     Args:
@@ -33,14 +33,12 @@ def enter_host(pid: int) -> None:
     Raises:
         OSError: it has ended.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     process = os.pidfd_open(pid)
-    if libc.setns(process, NAMESPACES):
-        raise OSError(ctypes.get_errno(), f"the namespaces of process {pid} cannot be entered")
+    enter_host(process)
     os.close(process)
     child = os.fork()  # a process stays where it is: its children are born in the other namespace of process ids
     if child == 0:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         return
     for number in PASSED_ON:
         signal.signal(number, lambda got, _: os.kill(child, got))

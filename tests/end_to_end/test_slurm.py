@@ -50,7 +50,7 @@ def submit(slurm: SlurmCluster, config: Path, behaviour: str) -> str:
     """Submit launch/slurm.sbatch from the project's folder, and return the job's number."""
     log = f"--output={config.parent}/job.log"
     argv = ["sbatch", "--parsable", *SMALL, log, "launch/slurm.sbatch", str(config)]
-    done = slurm.run(*argv, env={"MEGASDC_TEST_BEHAVIOUR": behaviour}, cwd=str(ROOT))
+    done = slurm.run_on_first(*argv, env={"MEGASDC_TEST_BEHAVIOUR": behaviour}, cwd=str(ROOT))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -59,7 +59,7 @@ def code_of(slurm: SlurmCluster, job: str) -> int:
     """The exit code of a job, when it has ended."""
     end = time.monotonic() + 200
     while True:
-        shown = slurm.run("scontrol", "--oneliner", "show", "job", job).stdout.split()
+        shown = slurm.run_on_first("scontrol", "--oneliner", "show", "job", job).stdout.split()
         said = dict(word.split("=", 1) for word in shown if "=" in word)
         if said.get("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"):
             return int(said["ExitCode"].split(":")[0])
@@ -93,17 +93,17 @@ def test_a_signal_to_the_job_reaches_the_ranks(slurm: SlurmCluster, config: Path
     """SIGTERM to the batch script, as SLURM sends before the time limit: all ranks save and end, and the job with 0."""
     job = submit(slurm, config, "sleep")
     wait_for(config.parent / "run dir", "asleep_*", 2)
-    slurm.run("scancel", "--batch", "--signal=TERM", job)
+    slurm.run_on_first("scancel", "--batch", "--signal=TERM", job)
     assert code_of(slurm, job) == 0, (config.parent / "job.log").read_text()
 
 
 def launch(slurm: SlurmCluster, config: Path, behaviour: str) -> subprocess.Popen[str]:
     """Start `megasdc launch --launcher slurm` in an allocation of both hosts; ranks have 3 s after SIGTERM."""
-    chosen = ["--hostfile", str(slurm.hosts.hostfile()), "--config", str(config), "--script", str(WORKER)]
+    chosen = ["--hostfile", str(slurm.hostfile()), "--config", str(config), "--script", str(WORKER)]
     argv = ["salloc", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "megasdc", "launch", *chosen]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     env = {"MEGASDC_TEST_BEHAVIOUR": behaviour, "MEGASDC_STOP_GRACE_S": "3"}
-    return slurm.hosts.popen("node1", [*argv, "--launcher", "slurm"], env=env, cwd=str(config.parent), **pipes)
+    return slurm.popen("node1", [*argv, "--launcher", "slurm"], env=env, cwd=str(config.parent), **pipes)
 
 
 @pytest.mark.parametrize(("behaviour", "code"), [pytest.param("sum", 0, marks=pytest.mark.full), ("fail:1", 71)])
@@ -119,7 +119,7 @@ def test_a_killed_rank_says_that_memory_may_be_the_cause(slurm: SlurmCluster, co
     """SLURM starts it, and tells the front neither how it has ended nor what the kernel has counted there."""
     process = launch(slurm, config, "sums")
     wait_for(config.parent / "run dir", "summing_*", 2)
-    slurm.hosts.run("node2", ["pkill", "-KILL", "-f", "^[^ ]*python -u .*launch_worker.py"])
+    slurm.run("node2", ["pkill", "-KILL", "-f", "^[^ ]*python -u .*launch_worker.py"])
     said, _ = process.communicate(timeout=200)
     assert process.returncode == 78, said
     assert "rank 1 on node2: no done record" in said and "srun says `task N: Out Of Memory`" in said
@@ -155,19 +155,19 @@ def test_a_sweep_as_an_array_job(slurm: SlurmCluster, folder: Path, programs: Pa
     content |= {"nodes": [{"name": name, "profile": "node_11", "seed": seed} for seed, name in enumerate("nm")]}
     (folder / "sweep.json").write_text(json.dumps(content))
     argv = [str(programs / "python"), "-m", "megasdc", "sweep", "sweep.json", "--out", str(out), "--slurm"]
-    written = slurm.run(*argv, cwd=str(folder))
+    written = slurm.run_on_first(*argv, cwd=str(folder))
     assert written.returncode == 0, written.stderr
     for _ in range(times):
-        submitted = slurm.run("bash", str(out / "submit.sh"), "--time=10", "--cpus-per-task=2")
+        submitted = slurm.run_on_first("bash", str(out / "submit.sh"), "--time=10", "--cpus-per-task=2")
         assert submitted.returncode == 0, submitted.stderr
         end = time.monotonic() + 200
-        while slurm.run("squeue", "--noheader").stdout:
-            assert time.monotonic() < end, slurm.run("squeue").stdout
+        while slurm.run_on_first("squeue", "--noheader").stdout:
+            assert time.monotonic() < end, slurm.run_on_first("squeue").stdout
             time.sleep(0.2)
         logs = {path.name: path.read_text() for path in out.glob("slurm-*.log")}
         found = [(row["node"], row["status"], row["steps"]) for row in read_sweep(out).rows]
         assert found == [("healthy", "done", 6), ("n", "done", 6), ("m", "done", 6)], logs
-    jobs = slurm.run("scontrol", "--oneliner", "show", "job").stdout.split()
+    jobs = slurm.run_on_first("scontrol", "--oneliner", "show", "job").stdout.split()
     assert {"BatchHost=node1", "BatchHost=node2"} <= set(jobs)
     starts = [event for run in (out / "runs").iterdir() for event in read_events(run, kind="start", name="run")]
     assert len(starts) == 4, "the donor, and three that go on from it"
@@ -187,7 +187,7 @@ def test_memory_is_kept_between_steps_of_a_job(slurm: SlurmCluster, folder: Path
     (folder / "memory.json").write_text(json.dumps(raw))
     step = f"bash launch/slurm.sbatch {folder}/memory.json; echo ended with $?"
     argv = ["sbatch", "--parsable", *SMALL, f"--output={folder}/job.log", "--wrap", f"{step}; {step}"]
-    done = slurm.run(*argv, cwd=str(ROOT), env={"SCRIPT": str(ROOT / "launch" / "pretrain_gpt.py")})
+    done = slurm.run_on_first(*argv, cwd=str(ROOT), env={"SCRIPT": str(ROOT / "launch" / "pretrain_gpt.py")})
     assert done.returncode == 0, done.stderr
     code_of(slurm, done.stdout.strip())
     log = (folder / "job.log").read_text()

@@ -47,14 +47,14 @@ def submit(slurm: SlurmCluster, config: Path, *options: str) -> str:
     """Submit launch/supervise.sbatch from the run's folder, with a rank on a node; returns the job's number."""
     small = ("--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=1", f"--output={config.with_suffix('.log')}")
     argv = ["sbatch", "--parsable", *small, *options, str(ROOT / "launch" / "supervise.sbatch"), str(config)]
-    done = slurm.run(*argv, cwd=str(config.parent))
+    done = slurm.run_on_first(*argv, cwd=str(config.parent))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def shown(slurm: SlurmCluster, job: str) -> dict[str, str]:
     """What SLURM says of a job."""
-    words = slurm.run("scontrol", "--oneliner", "show", "job", job).stdout.split()
+    words = slurm.run_on_first("scontrol", "--oneliner", "show", "job", job).stdout.split()
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
@@ -94,7 +94,7 @@ def test_a_cancelled_step_is_started_again(slurm: SlurmCluster, folder: Path) ->
     config = write(folder, "run", delay=SLOW)
     job = submit(slurm, config, "--nodes=3")
     wait_until(has_come_to(folder, 10), slurm, config)
-    slurm.run("scancel", f"{job}.1")  # step 0 watches the first node
+    slurm.run_on_first("scancel", f"{job}.1")  # step 0 watches the first node
     wait_for_end(slurm, config, job)
     nodes = ("node1", "node2")
     assert attempts(folder) == [("preempted", nodes), ("done", nodes)], said_by(slurm, config)
@@ -107,7 +107,7 @@ def test_a_lost_node_is_replaced_by_a_spare_of_the_job(slurm: SlurmCluster, fold
     config = write(folder, "run", delay=SLOW)
     job = submit(slurm, config, "--nodes=3")
     wait_until(has_come_to(folder, 10), slurm, config)
-    slurm.hosts.power_off("node2")
+    slurm.power_off("node2")
     wait_for_end(slurm, config, job)
     assert attempts(folder) == [("host_lost", ("node1", "node2")), ("done", ("node1", "node3"))]
     assert list(history_of(folder).replaced) == ["node2"] and shown(slurm, job)["Restarts"] == "0"
@@ -120,7 +120,7 @@ def test_a_job_that_reaches_its_time_limit_goes_on_requeued(slurm: SlurmCluster,
     config = write(folder, "run", delay=[{**SLOW[0], "mean_s": 1.0, "steps": [1, STEPS]}])
     job = submit(slurm, config, "--nodes=2", "--time=2", "--signal=B:USR1@60")
     wait_until(lambda: shown(slurm, job)["Restarts"] == "1", slurm, config)
-    assert slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=20").returncode == 0
+    assert slurm.run_on_first("scontrol", "update", f"JobId={job}", "TimeLimit=20").returncode == 0
     wait_for_end(slurm, config, job)
     found = attempts(folder)
     assert [kind for kind, _ in found] == ["preempted"] * (len(found) - 1) + ["done"] and len(found) > 1
@@ -156,7 +156,7 @@ def test_a_job_that_loses_its_first_node_goes_on(slurm: SlurmCluster, folder: Pa
     config = write(folder, "run", delay=SLOW)
     job = submit(slurm, config, "--nodes=2", "--exclude=node1")
     wait_until(has_come_to(folder, 10), slurm, config)
-    slurm.hosts.power_off("node2")
+    slurm.power_off("node2")
     wait_for_end(slurm, config, job)
     (first, nodes), (last, others) = attempts(folder)
     assert (first, nodes, last) == ("host_lost", ("node2", "node3"), "done") and "node2" not in others

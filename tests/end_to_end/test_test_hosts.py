@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasdc.ops.cluster import unavailable_reason
+from megasdc.ops.cluster import Cluster, unavailable_reason
 
 REASON = unavailable_reason()
 pytestmark = [
@@ -86,6 +86,16 @@ def test_a_folder_keeps_what_hosts_have(tmp_path: Path) -> None:
     code, out, err = run(*hosts, "sh", "-c", "ls data; ssh node2 'cat ~/mine '$PWD/data/mine", cwd=tmp_path)
     assert (code, out.split()) == (0, ["1", "2"]), err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_power_goes_also_where_something_runs_that_was_started_from_here(tmp_path: Path) -> None:
+    """A power cut ends a process that nobody waits for, without waiting itself, and the host starts again."""
+    with Cluster(tmp_path, 1) as cluster:
+        process = cluster.popen("node1", ["sleep", "1000"])
+        cluster.power_off("node1")
+        assert process.returncode == -signal.SIGKILL and not cluster.is_on("node1")
+        cluster.reboot("node1")
+        assert cluster.run("node1", ["hostname"]).stdout == "node1\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])

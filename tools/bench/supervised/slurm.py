@@ -28,7 +28,7 @@ class SlurmTarget(Target):
     def __init__(
         self, slurm: SlurmCluster, folder: Path, num_hosts: int, spares: int, slots: int, chance: random.Random
     ) -> None:
-        super().__init__(slurm.hosts, folder, num_hosts, slots, chance)
+        super().__init__(slurm, folder, num_hosts, slots, chance)
         self._slurm, self._spares = slurm, spares
 
     def start(self) -> None:
@@ -48,11 +48,11 @@ class SlurmTarget(Target):
 
     def power_on(self, host: str) -> None:
         """See ``Target``."""
-        self._slurm.boot(host)
+        self._slurm.reboot(host)
 
     def scheduler(self, *words: str) -> str:
         """See ``Target``."""
-        return self._slurm.run(*words, cwd=str(self.folder)).stdout
+        return self._slurm.run_on_first(*words, cwd=str(self.folder)).stdout
 
 
 @contextmanager
