@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
-from megasdc.cli.plan.costs import FigureOrigins, RestartOptions, SaveOptions, choose_saves, published_rates
+from megasdc.cli.plan.costs import (
+    FigureOrigins,
+    PresetName,
+    RestartOptions,
+    SaveOptions,
+    choose_saves,
+    refusing_figures,
+    with_origins,
+)
 from megasdc.common.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ _HOUR_S = 3600
 class FailureOptions:
     """Options of how often the job fails, and of what."""
 
-    preset: Literal["llama3", "opt-175b", "rsc-1", "byterobust"] = option(
+    preset: PresetName = option(
         "llama3", "Published failures: their rate, scaled linearly with devices, and their shares by kind."
     )
     hosts: int | None = option(None, "Hosts of the job; default: 128.", min=1)
@@ -101,21 +109,14 @@ def plan_checkpoints(options: PlanCheckpointsOptions, output: Output) -> None:
 
     measured, sections = _read(options)
     origins = FigureOrigins(ASSUMED)
-    try:
+    with refusing_figures():
         shares, mtbf_s = _failures(options.failures, origins)
         job = JobModel(mtbf_s, shares, _costs(options.costs, measured, sections, origins))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     own = None if sections is None else (sections.checkpoint.memory.interval, sections.checkpoint.interval)
     with progress_bars(quiet=output.as_json) as on_progress:
         plan = plan_intervals(job, own, options.trials, options.seed, on_progress)
-    plan = replace(
-        plan,
-        origins=origins.found,
-        published=published_rates(options.failures.preset, origins),
-        notes=(*(() if measured is None else measured.notes), *plan.notes),
-    )
-    output.write(plan, checkpoint_plan_page)
+    notes = () if measured is None else measured.notes
+    output.write(with_origins(plan, options.failures.preset, notes, origins), checkpoint_plan_page)
 
 
 def _read(options: PlanCheckpointsOptions) -> tuple[RunCosts | None, MegasdcSection | None]:
@@ -176,7 +177,7 @@ def _costs(
     verified_after = audit and (1 if audit.verify_checkpoints else audit.interval)
     verification = origins.choose("verification_steps", options.verification_steps, (verified_after, "`audit`"))
     origins.found["verification_s"] = f"{verification:,} steps ({origins.found.pop('verification_steps')})"
-    restarts = {name: origins.choose(name, given) for name, given in vars(options.restarts).items()}
+    restarts = origins.choose_each(options.restarts)
     return Costs(
         **saves,
         verification_s=verification * saves["step_s"],

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import typer
 
 from megasdc.cli.options import name_of, option
 
 if TYPE_CHECKING:
     from megasdc.config.sections import MegasdcSection
+    from megasdc.lab.planning.checkpoints.plan import CheckpointPlan
+    from megasdc.lab.planning.runs.run_plan import RunPlan
     from megasdc.lab.report.run_costs import RunCosts
+
+    Plan = TypeVar("Plan", CheckpointPlan, RunPlan)
+
+PresetName = Literal["llama3", "opt-175b", "rsc-1", "byterobust"]
+"""Published failures that are known, see ``megasdc.lab.planning.checkpoints.rates``."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,25 @@ class FigureOrigins:
                 self.found[name] = origin
                 return value
         return None
+
+    def choose_each(self, options: RestartOptions, *others: tuple[Any, str]) -> dict[str, Any]:
+        """The values of all options, see ``choose``."""
+        return {name: self.choose(name, given, *others) for name, given in vars(options).items()}
+
+
+@contextlib.contextmanager
+def refusing_figures() -> Iterator[None]:
+    """Refuse figures of which no plan can be made as wrong options."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def with_origins(plan: Plan, preset: str, notes: Sequence[str], origins: FigureOrigins, **fields: Any) -> Plan:
+    """A plan with where its figures come from, and with notes before its own."""
+    published = published_rates(preset, origins)
+    return replace(plan, origins=origins.found, published=published, notes=(*notes, *plan.notes), **fields)
 
 
 def published_rates(name: str, origins: FigureOrigins) -> str:

@@ -7,13 +7,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from megasdc.cli.app import Output, app, input_option
 from megasdc.cli.options import option
-from megasdc.cli.plan.costs import FigureOrigins, RestartOptions, SaveOptions, choose_saves, published_rates
+from megasdc.cli.plan.costs import (
+    FigureOrigins,
+    PresetName,
+    RestartOptions,
+    SaveOptions,
+    choose_saves,
+    refusing_figures,
+    with_origins,
+)
 from megasdc.common.errors import DataError
 
 if TYPE_CHECKING:
@@ -34,9 +42,7 @@ class FleetOptions:
     devices: int = option(16_384, "Devices of the run.", min=1)
     devices_per_host: int = option(8, "Devices of a host.", min=1)
     days: float = option(90.0, "Length of the run.", min=0)
-    preset: Literal["llama3", "opt-175b", "rsc-1", "byterobust"] = option(
-        "llama3", "Published failures: their rate of a device, and their shares by cause."
-    )
+    preset: PresetName = option("llama3", "Published failures: their rate of a device, and their shares by cause.")
     rate: tuple[str, ...] = option(
         (),
         f"Your own failures of a device in an hour, of one cause: {_CAUSES}; may be repeated.",
@@ -134,22 +140,14 @@ def plan_run(options: PlanRunOptions, output: Output) -> None:
     costs = [load_run_costs(path) for path in options.run]
     measured = [measure_run(path, time.time()) for path in options.run]
     origins = FigureOrigins(ASSUMED)
-    try:
+    with refusing_figures():
         predictions, notes = _predictions(measured, costs, options.seed)
         fleet = _fleet(options, measured, costs[0] if costs else None, origins)
         with progress_bars(quiet=output.as_json) as on_progress:
             plan = make_run_plan(
                 fleet, options.fleet.days, options.fleet.waiting, options.trials, options.seed, on_progress
             )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    plan = replace(
-        plan,
-        predictions=tuple(predictions),
-        notes=(*notes, *plan.notes),
-        origins=origins.found,
-        published=published_rates(options.fleet.preset, origins),
-    )
+    plan = with_origins(plan, options.fleet.preset, notes, origins, predictions=tuple(predictions))
     output.write(plan, run_plan_page)
 
 
@@ -262,7 +260,7 @@ def _costs(options: RestartOptions, saves: Mapping[str, Any], pieces: Pieces, or
 
     started = len(pieces.starts)
     of_runs = (pieces.start_s, f"mean of {started} starts of the runs") if started else (None, "")
-    restarts = {name: origins.choose(name, given, of_runs) for name, given in vars(options).items()}
+    restarts = origins.choose_each(options, of_runs)
     return Costs(**saves, **restarts, verification_s=0.0, detection_s=0.0)  # both: see Fleet
 
 
