@@ -25,6 +25,8 @@ from megasdc.config.schema import value_of
 from megasdc.config.sections import OFF, STRICT
 
 SLICES = "sdc.always_on.slice_elements"
+AUDIT_INTERVAL = 100
+"""Steps from one audit to the next."""
 
 
 class Obstacle(NamedTuple):
@@ -91,7 +93,7 @@ def _wanted(settings: GuardSettings, known: Conditions) -> dict[str, Any]:
     asked = bool(settings.audit.model_fields_set - {"enabled"})
     wanted: dict[str, Any] = {
         "audit.enabled": known.audits is None or asked,
-        "audit.interval": 100,
+        "audit.interval": AUDIT_INTERVAL,
         "audit.permuted": None if known.replicas is None else known.replicas == 1,
         "sdc.always_on.enabled": True,
         "sdc.always_on.parameters": known.replicas != 1,

@@ -172,9 +172,10 @@ def count_steps(took: Callable[[int], None]) -> bool:
 
 def joined_collectives() -> int:
     """How many collectives and transfers this rank has joined, in groups that still exist; 0 before the first."""
-    if DISTRIBUTED not in sys.modules:
+    world = getattr(sys.modules.get(DISTRIBUTED), "_world", None)  # None also while it is being imported
+    if world is None:
         return 0
-    world, found = sys.modules[DISTRIBUTED]._world, 0
+    found = 0
     for group in list(world.pg_map):
         try:
             found += group._get_sequence_number_for_group()

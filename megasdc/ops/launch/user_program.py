@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> None:
     end: dict[str, Any] = {"code": 1, "error": None, "end": None}
 
     def leave() -> None:
+        """End this rank: its health and its record; with an exit code other than 0 the process, too, at once."""
         if os.getpid() != own:
             return
         if health is not None:
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> None:
             os._exit(end["code"])
 
     def leave_at_once(code: int, message: str) -> None:
+        """Record and report an error, and end the process, from the thread that watches it."""
         error = ERRORS_BY_EXIT_CODE.get(code, HangError)(message)
         _try_print(lambda: print(f"rank {rank}: {error}", file=sys.stderr))
         write_done(run_dir, rank, code, error)
@@ -95,6 +97,10 @@ def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
         def find_spec(
             self, wanted: str, path: Sequence[str] | None, _target: ModuleType | None = None
         ) -> ModuleSpec | None:
+            """The module's own spec, whose loader does the thing once it has run the module; None: another module.
+
+            It is asked once: the finder leaves ``sys.meta_path`` before the module's own is looked for.
+            """
             if wanted != name:
                 return None
             sys.meta_path.remove(self)
@@ -103,6 +109,7 @@ def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
                 load = spec.loader.exec_module
 
                 def load_and_change(module: ModuleType) -> None:
+                    """Run the module, and do the thing with it."""
                     load(module)
                     then(module)
 
@@ -125,10 +132,21 @@ def _protect(settings: Mapping[str, Any]) -> None:
     guard = {**given, "logging": {**given.get("logging", {}), "run_dir": settings["run_dir"]}}
 
     def guard_engines(deepspeed: ModuleType) -> None:
+        """Have ``deepspeed.initialize`` attach a guard to each engine with an optimizer that it returns.
+
+        The guard gives way to one that the program attaches itself.
+        """
         initialize = deepspeed.initialize
 
         @functools.wraps(initialize)
         def guarded(*args: Any, **options: Any) -> Any:
+            """What ``deepspeed.initialize`` returns, its engine with a guard.
+
+            Raises:
+                ConfigError: the engine cannot be guarded; on all ranks.
+
+            Collective: all ranks of the world.
+            """
             made = initialize(*args, **options)
             if getattr(made[0], "optimizer", None) is not None:  # else it does not train
                 from megasdc.attached.attach import attach

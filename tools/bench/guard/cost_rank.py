@@ -46,12 +46,11 @@ SOMETIMES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 """Steps of what acts now and then, and its sections here, where it acts in each step."""
 
 
-def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) -> None:
-    """Train on and on; send shares of calls, costs of blocks with and without traces, and seconds of what is due."""
+def _begin(options: GuardCostOptions) -> tuple[Any, Callable[[int], None]]:
+    """An engine that has taken a step, and a function that trains it for so many."""
     import deepspeed
     import torch.distributed as dist
 
-    import megasdc
     from megasdc.parallel.groups import init_process_group
 
     init_process_group(TIMEOUT_S)  # the ranks meet in a folder, which only this looks for
@@ -72,9 +71,56 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
 
+    train(1)
+    return engine, train
+
+
+def measure_word(messages: Messages, options: GuardCostOptions, folder: str) -> None:
+    """Train on and on, in blocks with a word's guard and without by turns; send their costs without audits, and what
+    audits took.
+    """
+    import torch.distributed as dist
+
+    import megasdc
+
+    engine, train = _begin(options)
+    guards, audits = list[tuple[Any, Path]](), list[float]()
+
+    def attach() -> None:
+        run_dir = Path(folder) / f"guard_{engine.global_steps}"
+        guards.append(
+            (megasdc.attach(engine, {"logging": {"run_dir": str(run_dir)}}, protect=options.protect), run_dir)
+        )
+
     def measure(block: Block) -> Cost:
         block()
-        cost = time_block(lambda: train(options.steps))
+        train(options.warmup)  # also what comes first after attaching: an audit, and steps that all look
+        before = sum(guard.audits for guard, _ in guards)
+        cost = time_block(lambda: train(options.block_steps))
+        for guard, run_dir in guards:
+            guard.close()
+            took = _seconds(run_dir) if dist.get_rank() == 0 else []  # others send nothing
+            audits.extend(took)
+            cost = Cost(cost.wall_s - sum(took[len(took) - (guard.audits - before) :]), cost.cpu_s)
+        guards.clear()
+        return cost
+
+    sides: tuple[Block, Block] = (attach, lambda: None)
+    costs = run_pairs(f"protect {options.protect}", sides, options.pairs, measure, messages.progress)
+    messages.send(costs=costs, audits=audits)
+
+
+def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) -> None:
+    """Train on and on; send shares of calls, costs of blocks with and without traces, and seconds of what is due."""
+    import torch.distributed as dist
+
+    import megasdc
+
+    engine, train = _begin(options)
+
+    def measure(block: Block) -> Cost:
+        block()
+        cost = time_block(lambda: train(options.block_steps))
         while guards:
             guards.pop().close()
         return cost
@@ -85,14 +131,13 @@ def measure_costs(messages: Messages, options: GuardCostOptions, folder: str) ->
         settings = {"logging": {"run_dir": f"{folder}/{name.replace(' ', '_')}"}, **NOTHING, **sections}
         return megasdc.attach(engine, settings)
 
-    train(1)
     shares, stood = dict[str, list[float]](), dict[str, list[float]]()
     for number, (name, (sections, calls)) in enumerate(CALLS.items()):
         messages.progress(name, number, len(CALLS))
         with _timed(calls) as clock:
             guard = attach(name, sections)
             _share(train, clock)  # the first allocates
-            shares[name] = [_share(train, clock) for _ in range(options.pairs * options.steps)]
+            shares[name] = [_share(train, clock) for _ in range(options.pairs * options.block_steps)]
             guard.close()
     traced, pairs = {"trace": {"enabled": True}}, options.pairs
     sides: tuple[Block, Block] = (lambda: guards.append(attach(TRACE, traced)), lambda: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tools.bench.guard.cases import TRAININGS
 from tools.bench.options import Options, option
@@ -45,12 +46,23 @@ class DisputeOptions(Options):
 
 @dataclass(frozen=True)
 class GuardCostOptions(Options):
-    """Measure what a guard costs a training that is not megasdc's own; exit code 1 if it is more than it may be."""
+    """Measure what a guard costs a training that is not megasdc's own; exit code 1 if it is more than it may be.
+
+    With --protect the guard of a word against none, in blocks of steps by turns: at most 1.03 times the time. What
+    audits take is added by their interval, as if they came no more rarely. Run it on a machine that does nothing else.
+    """
 
     pairs: int = option(20, "Pairs of blocks with and without a protection.", least=1)
-    steps: int = option(2, "Steps of a block.", least=1)
+    steps: int | None = option(None, "Steps of a block; default: 2, with --protect 50.", least=1)
+    protect: Literal["standard", "strict"] | None = option(None, "Measure the guard of this word, and nothing else.")
+    warmup: int = option(20, "With --protect: steps before each block, in which looks find their pace.", least=1)
     audits: int = option(12, "Audits, and comparisons with a golden trace.", least=2)
     hidden: int = option(256, "Hidden size.", least=32)
     layers: int = option(4, "Layers.", least=1)
     sequence: int = option(128, "Tokens of a micro-batch.", least=8)
     micro_batches: int = option(8, "Micro-batches of a step.", least=1)
+
+    @property
+    def block_steps(self) -> int:
+        """Steps of a block; one of 50 looks at least."""
+        return self.steps or (2 if self.protect is None else 50)
