@@ -202,7 +202,7 @@ def event_of(raw: Mapping[str, Any]) -> Event:
     return event
 
 
-def in_order(files: Iterable[Sequence[Event]]) -> list[Event]:
+def in_time_order(files: Iterable[Sequence[Event]]) -> list[Event]:
     """Events of a run in the order in which they were, whatever the dates on its hosts are.
 
     By the number of the start; of an event that has none, by that of its launch, else by that of the event before it in

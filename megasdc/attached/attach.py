@@ -37,7 +37,7 @@ from megasdc.attached.engine import (
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.lifetime import Lifetime, say
 from megasdc.attached.nonfinite import GuardNonFinite
-from megasdc.attached.protect import Conditions, expand, start_lines
+from megasdc.attached.protect import Conditions, expand, guard_start_lines
 from megasdc.attached.record import choose_watched, computing_names, pattern_problems, trained_names
 from megasdc.attached.rows import GuardRows
 from megasdc.attached.saves import SaveMarks
@@ -357,7 +357,7 @@ class Guard:
     def _say_protection(self) -> None:
         """Say what the word `protect` covers, at which cost, and what not, and write it as an event."""
         training = self._training
-        if lines := start_lines(training.settings, self._known):
+        if lines := guard_start_lines(training.settings, self._known):
             word = training.settings.protect
             training.events.emit_on_rank_0("start", "protection", step=training.step - 1, word=word, lines=lines)
             if self.dims.rank == 0:

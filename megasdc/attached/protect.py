@@ -16,8 +16,8 @@ from megasdc.config.protect import (
     SLICE_ELEMENTS,
     VERDICTS,
     Gap,
-    differences,
     fitting_fields,
+    overridden,
     protection_lines,
     put,
 )
@@ -113,7 +113,7 @@ def _checks_nothing(settings: GuardSettings) -> bool:
     return section.enabled and not (section.parameters or section.rows or section.slice_elements is not None)
 
 
-def start_lines(settings: GuardSettings, known: Conditions) -> list[str]:
+def guard_start_lines(settings: GuardSettings, known: Conditions) -> list[str]:
     """Lines on what expanded settings protect: covered, cost, not covered, and what is set in another way."""
     if settings.protect == OFF:
         return []
@@ -122,7 +122,7 @@ def start_lines(settings: GuardSettings, known: Conditions) -> list[str]:
         _covered(settings, known),
         _cost(settings, known),
         _find_gaps(settings, known),
-        differences(settings, _wanted(settings, known)),
+        overridden(settings, _wanted(settings, known)),
     )
 
 

@@ -140,9 +140,9 @@ def verify_archive(
 
     Damaged blocks are named, with the steps that need them. The originals are not needed.
     """
-    from megasdc.ops.archive.verify import verify
+    from megasdc.ops.archive.verify import verify_archive
 
-    report = verify(address, delete_damaged=delete_damaged, workers=workers, progress=not as_json)
+    report = verify_archive(address, delete_damaged=delete_damaged, workers=workers, progress=not as_json)
     print_text(report, as_json)
     raise typer.Exit(0 if report.ok else CheckpointError.exit_code)
 

@@ -63,7 +63,7 @@ def check_config(
         _check_guard(file, overrides, show, as_json)
         return
     with _problems_as_json(file, as_json):
-        found = check_file(file, overrides, world_size, vocab_size, device_memory_gib)
+        found = check_config_file(file, overrides, world_size, vocab_size, device_memory_gib)
     if as_json:
         echo(json.dumps({**found.as_dict(), "resolved": found.config.resolved()}, indent=2))
         return
@@ -111,7 +111,7 @@ class CheckedFile:
             echo(_describe_memory(self.memory, device_memory_gib, unpredicted_because(self.config)), err=show)
 
 
-def check_file(
+def check_config_file(
     file: Path,
     overrides: Sequence[str] = (),
     world_size: int | None = None,
@@ -158,14 +158,14 @@ def _vocabulary(config: RunConfig) -> int:
 
 def _check_guard(file: Path, overrides: Sequence[str], show: bool, as_json: bool) -> None:
     """`check-config --guard`."""
-    from megasdc.attached.protect import Conditions, expand, start_lines
+    from megasdc.attached.protect import Conditions, expand, guard_start_lines
     from megasdc.attached.settings import golden_problems, load_settings
     from megasdc.config.schema import idle_warnings
 
     with _problems_as_json(file, as_json):
         settings = expand(load_settings(file, overrides, "runs/SCRIPT", word_needed=True), Conditions())
     warnings, notes = list(idle_warnings(settings, "")), golden_problems(settings, writes=True)
-    notes = [*start_lines(settings, Conditions()), *notes]
+    notes = [*guard_start_lines(settings, Conditions()), *notes]
     if settings.logging.run_dir == "runs/SCRIPT":
         notes.append("logging.run_dir: none is named, so that the folder is runs/ and the name of the script")
     resolved = settings.model_dump(mode="json")

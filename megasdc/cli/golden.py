@@ -78,7 +78,7 @@ def golden_record(
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
+class GoldenVerifyOptions:
     """Options of ``megasdc golden verify``."""
 
     file: Annotated[Path | None, input_argument(TraceError, help="The golden file; not with --library.")] = None
@@ -98,7 +98,7 @@ class VerifyOptions:
 
 
 @golden_app.command("verify", epilog="Example: megasdc golden verify smoke.golden --repeats 10")
-def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False) -> None:
+def golden_verify(options: GoldenVerifyOptions, out: Out = None, as_json: Json = False) -> None:
     """Compute the workload of a golden file on this host and compare every result.
 
     Exit code 0: every rank healthy; 73: some rank computed a different result; rank and first mismatch are named;
@@ -131,7 +131,7 @@ def golden_verify(options: VerifyOptions, out: Out = None, as_json: Json = False
     raise typer.Exit(outcome.exit_code)
 
 
-def _golden_file(options: VerifyOptions, devices: int | None) -> Path:
+def _golden_file(options: GoldenVerifyOptions, devices: int | None) -> Path:
     """The file that was named, or the one of the library that is for this machine."""
     from megasdc.ops.golden.library import choose_golden
 

@@ -60,7 +60,7 @@ def init(options: InitOptions, as_json: Json = False) -> None:
     Asks on a terminal for what no option gives. What follows from the rest is left out of the file: micro-batches from
     the ranks, warm-up and decay from the steps, the vocabulary from the data.
     """
-    from megasdc.cli.config import check_file
+    from megasdc.cli.config import check_config_file
     from megasdc.config.checks import check_layout
     from megasdc.config.load import parse_config
     from megasdc.lab.planning.first_config import propose_config
@@ -71,7 +71,7 @@ def init(options: InitOptions, as_json: Json = False) -> None:
     found = propose_config(answers)
     check_layout(parse_config(found.config, source=str(options.file)), answers.ranks)
     write_atomically(options.file, found.text)
-    checked = check_file(options.file, world_size=answers.ranks, vocab_size=found.shape.vocabulary)
+    checked = check_config_file(options.file, world_size=answers.ranks, vocab_size=found.shape.vocabulary)
     if as_json:
         echo(json.dumps(_as_dict(options.file, found, checked.as_dict()), indent=2))
         return

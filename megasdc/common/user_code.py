@@ -31,7 +31,7 @@ def file_of(reference: str) -> str | None:
     return source if source.endswith(".py") else None
 
 
-def is_found(reference: str) -> bool:
+def can_be_loaded(reference: str) -> bool:
     """Whether Python finds the file or the package of a reference; nothing of it is run."""
     if (file := file_of(reference)) is not None:
         return Path(file).is_file()

@@ -29,7 +29,7 @@ from megasdc.common.addresses import (
 )
 from megasdc.common.credentials import find_credentials
 from megasdc.common.errors import ConfigError
-from megasdc.common.user_code import file_of, is_found
+from megasdc.common.user_code import can_be_loaded, file_of
 from megasdc.common.wire import split_address
 from megasdc.common.words import number_of
 from megasdc.config.data import data_problems
@@ -467,7 +467,7 @@ def hook_problems(file: MegasdcSection, deepspeed: dict[str, Any]) -> Iterator[P
 def user_hook_problems(file: MegasdcSection) -> Iterator[Problem]:
     """Yield the hooks of the user's own whose file or module is not there; nothing of them is run."""
     for place, entry in enumerate(file.hooks):
-        if not is_found(entry.hook):
+        if not can_be_loaded(entry.hook):
             kind = "file" if file_of(entry.hook) else "module"
             yield Problem(
                 (f"megasdc.hooks.{place}.hook",),

@@ -157,10 +157,10 @@ def _against_determinism(file: MegasdcSection) -> tuple[str, str] | None:
 
 def own_settings(file: MegasdcSection, deepspeed: Mapping[str, Any]) -> list[str]:
     """Fields whose value is not that of the preset, since the file gives them: a text with both values each."""
-    return differences(file, wanted_fields(file, deepspeed, deterministic=file.determinism.enabled))
+    return overridden(file, wanted_fields(file, deepspeed, deterministic=file.determinism.enabled))
 
 
-def differences(file: BaseModel, wanted: Mapping[str, Any]) -> list[str]:
+def overridden(file: BaseModel, wanted: Mapping[str, Any]) -> list[str]:
     """Fields that have an effect, and another value than a preset wants: a text with both values each."""
     unmet = unmet_paths(file)
     return [

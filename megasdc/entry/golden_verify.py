@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
+class RankOptions:
     """Options of what each rank computes."""
 
     repeats: Repeats = 3
@@ -34,7 +34,7 @@ class VerifyOptions:
 
 
 def verify(
-    runs: VerifyOptions,
+    runs: RankOptions,
     golden: Annotated[Path | None, typer.Argument(help="The golden file; omit it with --library.")] = None,
     library: Annotated[
         Path | None, typer.Option("--library", help="Folder of *.golden files; each node takes the one for it.")

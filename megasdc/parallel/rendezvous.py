@@ -435,7 +435,7 @@ class Identity:
         return printable(f"{name} ({place}{f', run folder {self.run_dir}' if self.run_dir else ''})")
 
 
-def differences(one: Identity, other: Identity) -> list[str]:
+def differing_properties(one: Identity, other: Identity) -> list[str]:
     """Properties by which two ranks belong to different launches, in words; empty: none differs.
 
     Without a launch id or a scheduler's step, launches on different hosts differ by run folder and world size alone.
@@ -552,7 +552,7 @@ def _join(own: Identity, end: float) -> dist.Store:
         store.set(_key(0), own.encode())
         return store
     first = _identity_of_first(own, store)
-    if found := differences(own, first):
+    if found := differing_properties(own, first):
         raise LaunchError(
             f"another launch uses {_address()}: {first}; {own} does not join it (different: {', '.join(found)}); "
             "end the other run, choose another port with --master_port, or give all ranks of a launch the same "

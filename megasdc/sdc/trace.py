@@ -104,7 +104,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TraceComparison:
     """Result of comparing several ranks' traces.
 
     Args:
@@ -144,7 +144,7 @@ def execution_key(address: Address, place: int, dims: ParallelDims) -> tuple[int
     return address.step, 0, address.micro_batch, int(not forward), stage, place
 
 
-def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layout: ParallelDims) -> Comparison:
+def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layout: ParallelDims) -> TraceComparison:
     """Compare every rank's trace with the expected one.
 
     Args:
@@ -164,7 +164,7 @@ def compare_traces(expected: Mapping[int, Trace], got: Mapping[int, Trace], layo
     return in_execution_order(compared, found, layout)
 
 
-def in_execution_order(compared: int, found: Iterable[Divergence], layout: ParallelDims) -> Comparison:
+def in_execution_order(compared: int, found: Iterable[Divergence], layout: ParallelDims) -> TraceComparison:
     """Sort divergences of several ranks of one layout by execution order; ``compared`` is passed on."""
     places = {}
     keyed = []
@@ -174,7 +174,7 @@ def in_execution_order(compared: int, found: Iterable[Divergence], layout: Paral
         keyed.append((execution_key(one.address, one.place, places[one.rank]), one))
     keyed.sort(key=lambda pair: (pair[0], pair[1].rank))
     first = tuple(one for key, one in keyed if key == keyed[0][0])
-    return Comparison(compared, tuple(one for _, one in keyed), first)
+    return TraceComparison(compared, tuple(one for _, one in keyed), first)
 
 
 def compare_rank(rank: int, expected: Trace, got: Trace) -> list[Divergence]:
@@ -282,7 +282,7 @@ def compare_across_layouts(
     got: Mapping[int, Trace],
     expected_header: Mapping[str, Any],
     got_header: Mapping[str, Any],
-) -> tuple[Comparison, Counter[tuple[int, int, str]]]:
+) -> tuple[TraceComparison, Counter[tuple[int, int, str]]]:
     """Compare traces of two layouts, each result with those of the same samples and submodule.
 
     A micro-batch is identified by its samples' indices in the global batch, so another replica may have computed the

@@ -18,7 +18,7 @@ from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.errors import StorageError
 from megasdc.ops.archive.pull import pull_checkpoint
 from megasdc.ops.archive.push import push_checkpoint
-from megasdc.ops.archive.verify import verify
+from megasdc.ops.archive.verify import verify_archive
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 STEPS = 8
@@ -130,7 +130,7 @@ def test_node_local_storage_is_archived_by_node(tmp_path: Path, data: Path) -> N
     assert events_of(run_dir, "archive", "pruned") == [], (
         "a finite step was taken from step 2, and from step 4 none yet"
     )
-    assert verify(address).num_steps == 2
+    assert verify_archive(address).num_steps == 2
 
 
 def test_full_disks_lose_nothing(tmp_path: Path, straight: Path) -> None:
@@ -144,4 +144,4 @@ def test_full_disks_lose_nothing(tmp_path: Path, straight: Path) -> None:
         push_checkpoint(checkpoint, str(tmp_path / "archive"))
         with pytest.raises(StorageError, match=r"needs .* MB more"):
             pull_checkpoint(str(tmp_path / "archive"), small / "out")
-    assert verify_checkpoint(checkpoint).ok and verify(str(tmp_path / "archive")).ok
+    assert verify_checkpoint(checkpoint).ok and verify_archive(str(tmp_path / "archive")).ok

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megasdc.checkpoint.views import View
 from megasdc.common.errors import CheckpointError
 from megasdc.lab.checkpoints.checkpoints import CheckpointMismatch, compare_checkpoints
-from megasdc.lab.checkpoints.views.dcp import Blocks, place_of
+from megasdc.lab.checkpoints.views.dcp import Blocks, name_and_slot
 from megasdc.lab.checkpoints.views.open import open_view
 
 pytestmark = pytest.mark.distributed
@@ -286,8 +286,8 @@ def test_metadata_that_contradict_themselves_are_refused(made: Path, tmp_path: P
 
 def test_names_are_those_of_the_model() -> None:
     """Dictionaries around a model are left out, others and dots in names stay; moments get the parameter's name."""
-    assert place_of(("app", "model", "model.norm.weight")) == ("model.norm.weight", "weight")
-    assert place_of(("model.norm.weight",)) == ("model.norm.weight", "weight")
-    assert place_of(("average", "norm.weight")) == ("average.norm.weight", "weight")
-    assert place_of(("optim", "state", "norm.weight", "exp_avg")) == ("norm.weight", "exp_avg")
-    assert place_of(("app", "optimizer", "state.norm.weight.step")) == ("norm.weight", "step")
+    assert name_and_slot(("app", "model", "model.norm.weight")) == ("model.norm.weight", "weight")
+    assert name_and_slot(("model.norm.weight",)) == ("model.norm.weight", "weight")
+    assert name_and_slot(("average", "norm.weight")) == ("average.norm.weight", "weight")
+    assert name_and_slot(("optim", "state", "norm.weight", "exp_avg")) == ("norm.weight", "exp_avg")
+    assert name_and_slot(("app", "optimizer", "state.norm.weight.step")) == ("norm.weight", "step")

@@ -22,7 +22,7 @@ from megasdc.ops.archive.pull import pull_checkpoint
 from megasdc.ops.archive.push import push_checkpoint
 from megasdc.ops.archive.record import BLOCKS, RUNS, open_archive
 from megasdc.ops.archive.store import Store
-from megasdc.ops.archive.verify import verify
+from megasdc.ops.archive.verify import verify_archive
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -60,12 +60,12 @@ def test_steps_come_back_and_what_is_there_is_not_stored_again(
     assert second.step == 4 and second.known_blocks > 0, "the random generators did not change"
     code, text = invoke("list", address, "--json")
     assert code == 0 and [(entry["step"], entry["problems"]) for entry in json.loads(text)] == [(2, []), (4, [])]
-    assert verify(address).ok
+    assert verify_archive(address).ok
     for step in (2, 4):
         path = Path(pull_checkpoint(address, tmp_path / "out", step=step).path)
         assert contents(path) == contents(checkpoints / path.name)
     assert prune_archive(address, keep_last=1).removed == {RUN: [2]}
-    report = verify(address)
+    report = verify_archive(address)
     assert report.ok and (report.num_steps, report.unneeded) == (1, 0)
     assert pull_checkpoint(address, tmp_path / "again").step == 4
 
@@ -95,7 +95,7 @@ def test_a_push_that_was_killed_is_taken_up(
         prune_archive(address)
     monkeypatch.setattr(lease, "STALE_S", 0.0)
     prune_archive(address)
-    assert not watched.sizes(lease.LEASES) and verify(address).ok
+    assert not watched.sizes(lease.LEASES) and verify_archive(address).ok
 
 
 def test_two_runs_push_to_one_place_at_once(store: ObjectStore, checkpoints: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_two_runs_push_to_one_place_at_once(store: ObjectStore, checkpoints: Pat
     ]
     for done in [one.wait(120) for one in pushes]:
         assert done.returncode == 0, done.stderr
-    report = verify(address)
+    report = verify_archive(address)
     assert report.ok and (report.num_steps, report.unneeded) == (2, 0)
     for run, folder in folders.items():
         assert contents(Path(pull_checkpoint(address, tmp_path / run, run=run).path)) == contents(folder)
@@ -125,11 +125,11 @@ def test_damages_are_found(store: ObjectStore, checkpoints: Path, tmp_path: Path
         flipped = whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]
         for harmed in (b"", whole[:-1], flipped, None):
             opened.delete([name]) if harmed is None else opened.write(name, harmed)
-            assert not verify(address).ok, name
+            assert not verify_archive(address).ok, name
             with pytest.raises(CheckpointError):
                 pull_checkpoint(address, tmp_path / "out")
         opened.write(name, whole)
-    assert verify(address).ok and pull_checkpoint(address, tmp_path / "out").step == 4
+    assert verify_archive(address).ok and pull_checkpoint(address, tmp_path / "out").step == 4
 
 
 def test_commands_name_what_is_wrong(

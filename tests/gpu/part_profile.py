@@ -112,7 +112,7 @@ def summarise(taken: Any, on_gpu: bool) -> dict[str, Any]:
     for start, end, name in spans:
         times[name] += end - start
         counts[name] += 1
-        groups[group_of(name)] += end - start
+        groups[kernel_kind(name)] += end - start
     longest = sorted(times, key=lambda one: -times[one])[:25]
     return {
         "spans": [(round(a, 1), round(b, 1), name) for a, b, name in spans],
@@ -140,7 +140,7 @@ def gaps(spans: Sequence[Span]) -> dict[str, Any]:
     return {"busy": round(busy / whole, 4), "gaps": {**told, "longest us": round(max(pauses, default=0.0), 1)}}
 
 
-def group_of(name: str) -> str:
+def kernel_kind(name: str) -> str:
     """What kind of work a kernel does, by its name."""
     small = name.lower()
     return next((group for group, signs in GROUPS.items() if any(sign in small for sign in signs)), "other")
@@ -162,7 +162,7 @@ def draw(spans: Sequence[Span], found: dict[str, Any], title: str) -> str:
         spent = found["by_group_ms"].get(name, 0.0)
         parts.append(f'<text x="10" y="{y + 14}">{escape(name)} {spent}</text>')
         boxes = [
-            (left + (a - first) * scale, max((b - a) * scale, 0.3)) for a, b, one in spans if group_of(one) == name
+            (left + (a - first) * scale, max((b - a) * scale, 0.3)) for a, b, one in spans if kernel_kind(one) == name
         ]
         bars = "".join(f"M{x:.1f} {y}h{wide:.1f}v{row - 6}h-{wide:.1f}z" for x, wide in boxes)
         parts.append(f'<path d="{bars}" fill="{COLOURS[place]}"/>')

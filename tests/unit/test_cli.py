@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from megasdc import __version__
 from megasdc.cli import app, compare, main
-from megasdc.cli.app import Application, is_unexpected, print_result
-from megasdc.cli.names import GROUPS, help_group_of
+from megasdc.cli.app import GROUPS, Application, help_group_of, is_unexpected, print_result
 from megasdc.cli.options import option
 from megasdc.common.errors import ConfigError, StorageError
 from megasdc.config.load import load_config

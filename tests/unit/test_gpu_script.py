@@ -304,7 +304,7 @@ def test_gaps_of_a_profile() -> None:
     """Overlapping kernels count once; what is between them is a gap, by hand."""
     sys.path[:0] = [str(TESTS), str(TESTS / "distributed")]
     try:
-        from gpu.part_profile import draw, gaps, group_of
+        from gpu.part_profile import draw, gaps, kernel_kind
     finally:
         del sys.path[:2]
     spans = [
@@ -316,7 +316,7 @@ def test_gaps_of_a_profile() -> None:
     found = gaps(spans)
     assert found["busy"] == 0.79
     assert found["gaps"] == {"number": 2, "over 10 us": 1, "ms in all": 0.021, "longest us": 20.0}
-    assert [group_of(name) for _, _, name in spans] == ["matrix product", "elementwise", "attention", "other"]
+    assert [kernel_kind(name) for _, _, name in spans] == ["matrix product", "elementwise", "attention", "other"]
     facts = {"step_ms": 1, "tokens_per_s": 2, "kernels": 4, "by_group_ms": {}, "longest": [["<x>", 1, 0.039]], **found}
     picture = draw(spans, facts, "a < b")
     assert picture.count("h") > 4 and "&lt;x&gt;" in picture and "a &lt; b" in picture

@@ -40,8 +40,8 @@ class StepDrift:
     @property
     def groups(self) -> dict[str, Distance]:
         """Distance by kind of submodule: embedding, attention, mlp, norm, head, other."""
-        names = dict.fromkeys(map(group_of, self.submodules))
-        return {name: self._sum(lambda fqn, name=name: group_of(fqn) == name) for name in names}  # type: ignore[misc]
+        names = dict.fromkeys(map(category_of, self.submodules))
+        return {name: self._sum(lambda fqn, name=name: category_of(fqn) == name) for name in names}  # type: ignore[misc]
 
     @property
     def equal(self) -> bool:
@@ -135,7 +135,7 @@ def submodule_of(fqn: str) -> str:
     return fqn.rpartition(".")[0] or fqn
 
 
-def group_of(submodule: str) -> str:
+def category_of(submodule: str) -> str:
     """The kind of a submodule: embedding, attention, mlp, norm or head; ``other`` for unknown names."""
     if "self_attention.linear" in submodule:
         return "attention"

@@ -122,7 +122,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Shape of a model.
 
     Args:
@@ -147,7 +147,7 @@ class FirstConfig:
     """
 
     config: dict[str, Any]
-    shape: Shape
+    shape: ModelShape
     notes: list[str]
     commands: list[tuple[str, str]]
 
@@ -193,7 +193,7 @@ def propose_config(answers: FirstAnswers) -> FirstConfig:
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
-def choose_shape(parameters: int, vocabulary: int, tensor: int = 1, pipeline: int = 1) -> Shape:
+def choose_shape(parameters: int, vocabulary: int, tensor: int = 1, pipeline: int = 1) -> ModelShape:
     """Shape of a GPT with about so many parameters, by one rule.
 
     GPT-2's four sizes have GPT-2's shapes whatever the vocabulary, where the layout divides them. Of every other number
@@ -206,7 +206,7 @@ def choose_shape(parameters: int, vocabulary: int, tensor: int = 1, pipeline: in
         preset = PRESETS[f"gpt2-{name}"]
         if preset["num_attention_heads"] % tensor == 0 and preset["num_layers"] % pipeline == 0:
             fields: dict[str, Any] = {"preset": f"gpt2-{name}"}
-            return Shape(fields, _count(ModelSection.model_validate(preset), vocabulary), vocabulary)
+            return ModelShape(fields, _count(ModelSection.model_validate(preset), vocabulary), vocabulary)
     head = aspect = 128 if parameters >= WIDE else 64
 
     def rank(found: tuple[int, int, int]) -> tuple[float, float]:
@@ -216,7 +216,7 @@ def choose_shape(parameters: int, vocabulary: int, tensor: int = 1, pipeline: in
 
     layers, heads, count = min(_shapes(parameters, vocabulary, (head, aspect), (tensor, pipeline)), key=rank)
     fields = {"num_layers": layers, "hidden_size": heads * head, "num_attention_heads": heads}
-    return Shape(fields, count, vocabulary)
+    return ModelShape(fields, count, vocabulary)
 
 
 def _shapes(
@@ -347,7 +347,7 @@ def _learning_rate(parameters: int) -> float:
 # --- what is said -------------------------------------------------------------------------------------------------
 
 
-def _notes(answers: FirstAnswers, text: Text, shape: Shape, config: dict[str, Any]) -> Iterator[str]:
+def _notes(answers: FirstAnswers, text: Text, shape: ModelShape, config: dict[str, Any]) -> Iterator[str]:
     model = ModelSection.model_validate(_with_preset(shape.fields))
     known = "" if text.vocabulary else ", GPT-2's, since this tokenizer is loaded only when text is prepared"
     yield (

@@ -13,9 +13,9 @@ from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import (
     RECORDED_ALIKE,
     TRACE_FOLDER,
-    Comparison,
     Divergence,
     Trace,
+    TraceComparison,
     compare_across_layouts,
     compare_traces,
     read_folder,
@@ -67,7 +67,7 @@ class TraceReport:
     steps: list[int]
     steps_left_out: list[int]
     notes: list[str]
-    comparison: Comparison
+    comparison: TraceComparison
     totals: Counter[tuple[int, int, str]]
 
     @property

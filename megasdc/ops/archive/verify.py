@@ -79,7 +79,7 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-def verify(
+def verify_archive(
     address: str, *, delete_damaged: bool = False, workers: int = WORKERS, progress: bool = False
 ) -> VerifyReport:
     """Read, decompress and compare everything in an archive.

@@ -20,7 +20,7 @@ from megasdc.common.durable import parse_json
 from megasdc.common.errors import DataError, PeerError, StorageError
 from megasdc.common.origin import CONFIG_FILE, first_moments
 from megasdc.common.run_lock import read_holder
-from megasdc.events import Event, event_of, in_order, starts_of
+from megasdc.events import Event, event_of, in_time_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, PLACE, metrics_row
 from megasdc.ops.health.hosts import FileClock
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
@@ -330,7 +330,7 @@ def _load_events(folder: Path, notes: list[str], on_progress: OnProgress | None)
         events.append(read_lines(path, event_of, notes, "events/"))
         if on_progress is not None:
             on_progress(f"reading {folder.name}", number, len(paths))
-    return in_order(events)
+    return in_time_order(events)
 
 
 def since_begun_anew(events: Sequence[Event]) -> list[Event]:

@@ -18,7 +18,7 @@ from megasdc.common.durable import PROBE_BYTES, parse_json
 from megasdc.common.errors import DataError, StorageError
 from megasdc.common.run_lock import read_holder
 from megasdc.common.words import clock
-from megasdc.events import Event, event_of, in_order, starts_of
+from megasdc.events import Event, event_of, in_time_order, starts_of
 from megasdc.metrics.writer import METRICS_FILE, metrics_row
 from megasdc.ops.health.front.clocks import describe_differing_dates
 from megasdc.ops.health.hosts import FileClock, HostPosition, read_hosts
@@ -105,7 +105,7 @@ class RunFollower:
         self._read_metrics()
         self._read_events()
         folder, notes = self._folder, self._damages()
-        events = since_begun_anew(in_order(_by_file([*self._bounds, *self._events])))
+        events = since_begun_anew(in_time_order(_by_file([*self._bounds, *self._events])))
         hangs, unreadable = self._hangs()
         evaluation = [self._evaluation] if self._evaluation else []
         rows = sorted([*evaluation, *self._rows], key=lambda one: one["step"])
@@ -156,7 +156,7 @@ class RunFollower:
             if path not in self._event_files:
                 self._event_files[path] = LineReader(path, event_of)
             new.append(added_rows(self._event_files[path])[0])
-        for event in in_order(new):
+        for event in in_time_order(new):
             self._rank_hosts[event.rank] = event.host
             of_guard = event.kind == "guard" or (event.kind == "audit" and not (self._folder / CONFIG_FILE).exists())
             if event.kind in ("start", "end") or of_guard:

@@ -56,7 +56,7 @@ from megasdc.train.detection.findings import (
     PART,
     STATE,
     ChainFindings,
-    is_found,
+    has_finding,
 )
 
 logger = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class Chain(Hook):
 
         Collective: all ranks of the world.
         """
-        if is_found(agreed, OF_CHAIN):
+        if has_finding(agreed, OF_CHAIN):
             self._budget.ignore_step()
         if agreed[NORM] or agreed[NORMS] or agreed[PART]:
             self._act(links.step, lambda earlier: self._of_norm(links, earlier))

@@ -54,7 +54,7 @@ from megasdc.train.detection.findings import (
     Findings,
     ParameterReader,
     Rehearse,
-    is_found,
+    has_finding,
 )
 from megasdc.train.detection.golden import GoldenCheck
 from megasdc.train.isolation import IsolationError
@@ -180,11 +180,11 @@ class FindingPolicy:
     ) -> bool:
         step, earlier = engine.step_number, self._suspects.ranks
         audit_differs = self.can_compare(agreed[AUDITED])
-        if is_found(agreed, OF_PLACE):  # first: the whole step reads other samples
+        if has_finding(agreed, OF_PLACE):  # first: the whole step reads other samples
             found = self._findings.of_place(step, evidence.wrong_place, evidence.places)
             if self._act(step, found, repaired):
                 return True
-        if is_found(agreed, OF_STATE):
+        if has_finding(agreed, OF_STATE):
             again = self._settle_parameters(engine, evidence, agreed, repaired)
             if agreed[PARAMETERS] and audit_differs and not again:
                 # Ranks with wrong parameters computed other results.
@@ -232,7 +232,7 @@ class FindingPolicy:
         """
         with self._marked_if_unsettled(engine.step_number):
             again, step = False, engine.step_number
-            if is_found(agreed, OF_PLACE):
+            if has_finding(agreed, OF_PLACE):
                 found = self._findings.of_place(step, evidence.wrong_place, evidence.places)
                 again = self._act(step, found, repaired)
             again = self._settle_parameters(engine, evidence, agreed, repaired) or again

@@ -187,7 +187,7 @@ def compared(evidence: Evidence) -> dict[str, Compared]:
     return {one.name: Compared(one.of(evidence), one.among) for one in FIELDS}
 
 
-def is_found(agreed: Agreed, about: str) -> bool:
+def has_finding(agreed: Agreed, about: str) -> bool:
     """Whether a field about something was found."""
     return any(agreed[one.name] for one in FIELDS if one.about == about)
 

@@ -76,7 +76,7 @@ from megasdc.train.detection.findings import (
     ParameterReader,
     Rehearse,
     compared,
-    is_found,
+    has_finding,
 )
 from megasdc.train.detection.golden_key import golden_key
 from megasdc.train.detection.nonfinite import NonFiniteSearch
@@ -441,9 +441,9 @@ class StepChecker(Hook):
                 budget.ignore_step()
                 overflow = engine.fp16_enabled() and not agreed[LOSS]  # scaled gradients overflow in normal operation
                 self.search.explain(engine, seen, repeat=not overflow)
-            of_place = is_found(agreed, OF_PLACE)
-            of_step = is_found(agreed, OF_STEP) or self._policy.can_compare(agreed[AUDITED])
-            if not (of_place or is_found(agreed, OF_STATE) or of_step):
+            of_place = has_finding(agreed, OF_PLACE)
+            of_step = has_finding(agreed, OF_STEP) or self._policy.can_compare(agreed[AUDITED])
+            if not (of_place or has_finding(agreed, OF_STATE) or of_step):
                 return
             budget.ignore_step()
             again = self._policy.settle(engine, evidence, agreed, self.recompute_micro_batch, repaired=repaired)
@@ -620,8 +620,8 @@ class StepChecker(Hook):
                 places=NONE if self.place is None else self.place.digest,
             )
             agreed = self._agree(evidence)
-            of_place = is_found(agreed, OF_PLACE)
-            if not (of_place or is_found(agreed, OF_STATE)):
+            of_place = has_finding(agreed, OF_PLACE)
+            if not (of_place or has_finding(agreed, OF_STATE)):
                 return
             again = self._policy.settle_kept(run.engine, evidence, agreed, repaired=repaired)
             if of_place and self.place is not None:  # also where it is accepted: no resume would take the save

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import megasdc
 from megasdc.attached.engine import audit_obstacle
-from megasdc.attached.protect import Conditions, Obstacle, expand, start_lines
+from megasdc.attached.protect import Conditions, Obstacle, expand, guard_start_lines
 from megasdc.attached.settings import RUN_VARIABLE, TRIAL_VARIABLE, RankOfRun, load_settings, with_word
 from megasdc.cli import app
 from megasdc.common.errors import ConfigError
@@ -67,7 +67,7 @@ def test_each_word_adds_what_it_promises_and_off_nothing() -> None:
     assert flat(build(), NOTHING) == {"audit.enabled": False}
     assert flat(build("strict"), TWO) == {**steps, **slices, "sdc.policy.not_reproduced": "halt"}
     for off in (build("off"), build(None)):
-        assert flat(off, TWO) == {} and start_lines(off, TWO) == []
+        assert flat(off, TWO) == {} and guard_start_lines(off, TWO) == []
 
 
 @pytest.mark.parametrize("own", OWN, ids=lambda own: ",".join(own) or "nothing")
@@ -84,7 +84,7 @@ def test_what_the_user_sets_wins_and_nothing_is_contradicted(own: dict[str, Any]
             for path, value in _leaves(fields, section):
                 assert value_of(found, path) == value or isinstance(value, list), path
         assert expand(found, known) == found
-        lines = start_lines(found, known)
+        lines = guard_start_lines(found, known)
         assert len(lines) >= 3 and [line.split(": ")[0] for line in lines[:3]] == [
             f"protect {word}, {what}" for what in ("covered", "cost", "not covered")
         ]
@@ -120,20 +120,20 @@ def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
 )
 def test_what_is_forbidden_is_named_with_what_it_would_need(known: Conditions, own: dict[str, Any], text: str) -> None:
     """Each in the line of what is not covered."""
-    assert text in start_lines(expand(build(**own), known), known)[2]
+    assert text in guard_start_lines(expand(build(**own), known), known)[2]
 
 
 def test_differences_and_costs_are_told() -> None:
     """Both values of what the user sets otherwise, and the share of audits among all micro-batches."""
     found = expand(build(audit={"interval": 5}, sdc={"budget": 0.1}), TWO)
-    _, cost, _, told = start_lines(found, TWO)
+    _, cost, _, told = guard_start_lines(found, TWO)
     assert told == (
         "protect standard, set in another way by you: audit.interval 5 (preset: 100); sdc.budget 0.1 (preset: null)"
     )
     assert "1 micro-batch more in 5 steps, 5.00% of all; rows and slices at most 10.00%" in cost
-    assert "2 micro-batches more in 100 steps, 0.50% of all" in start_lines(expand(build(), ONE), ONE)[1]
+    assert "2 micro-batches more in 100 steps, 0.50% of all" in guard_start_lines(expand(build(), ONE), ONE)[1]
     known = Conditions(replicas=2, deterministic=True)
-    assert "another start" not in start_lines(expand(build(), known), known)[2]
+    assert "another start" not in guard_start_lines(expand(build(), known), known)[2]
 
 
 def test_conditions_of_ranks_are_those_of_all() -> None:

@@ -20,7 +20,7 @@ from megasdc.parallel.rendezvous import (
     MEETING_VARIABLE,
     AskedRanks,
     Identity,
-    differences,
+    differing_properties,
     folder_store,
     join_store,
     meet,
@@ -164,13 +164,13 @@ def test_another_program_on_the_port_is_told(port):
 )
 def test_what_tells_launches_apart(other, found):
     """Ranks of one launch may differ in host, number and launcher of another node, in nothing else."""
-    assert differences(FIRST, other) == differences(other, FIRST) == found
+    assert differing_properties(FIRST, other) == differing_properties(other, FIRST) == found
 
 
 def test_scheduler_step_tells_launches_apart():
     """Two steps of a SLURM job are two launches."""
     one, other = (Identity.own(0, 1, None, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step}) for step in "12")
-    assert differences(one, other) == ["scheduler's job step"]
+    assert differing_properties(one, other) == ["scheduler's job step"]
     assert Identity.decode(one.encode()) == one
 
 

@@ -281,7 +281,7 @@ def _digest(path: Path, advance: Callable[[int], None]) -> Digest:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointComparison:
     """What a comparison found.
 
     Attributes:
@@ -330,7 +330,7 @@ def compare_paths(
     limit: int = 40,
     jobs: int | None = None,
     quiet: bool = True,
-) -> Comparison:
+) -> CheckpointComparison:
     """Compare checkpoints, manifests and extracts of them, or runs over the steps that they keep.
 
     Args:
@@ -348,14 +348,14 @@ def compare_paths(
     """
     if drift:
         measured = _measure(list(paths), options, quiet)
-        return Comparison(measured, partial(drift_page, measured))
+        return CheckpointComparison(measured, partial(drift_page, measured))
     if _is_by_digest(paths, drift, extract):
         digests, written = _compare_by_digest(paths, extract, quiet)
-        return Comparison(digests, partial(digest_page, digests, limit), written)
+        return CheckpointComparison(digests, partial(digest_page, digests, limit), written)
     views = open_extract_views(paths) if any(map(is_extract, paths)) else [open_view(path) for path in paths]
     views = with_derived_weights(views)
     keys = tensors_to_compare(views, options)
     total = sum(view.entries[key].num_bytes for view in views for key in keys if key in view.entries)
     with bytes_bar("comparing", total, quiet=quiet) as advance:
         report = compare_checkpoints(views, options, advance, jobs)
-    return Comparison(report, partial(comparison_page, report, keys, options, limit))
+    return CheckpointComparison(report, partial(comparison_page, report, keys, options, limit))

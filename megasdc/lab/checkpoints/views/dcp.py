@@ -227,7 +227,7 @@ def open_dcp(path: Path) -> View:
     problems: list[str] = []
     ranks: set[int | None] = set()
     for item in read_dcp_metadata(path):
-        name, kind = place_of(item.path)
+        name, kind = name_and_slot(item.path)
         ranks |= {_owner(chunk).rank for chunk in item.chunks}
         generator = item.dtype == torch.uint8 and _GENERATOR.fullmatch(name)
         if item.shape is None or kind == "step" or generator:
@@ -254,7 +254,7 @@ def open_dcp(path: Path) -> View:
     )
 
 
-def place_of(path: tuple[str, ...]) -> _Place:
+def name_and_slot(path: tuple[str, ...]) -> _Place:
     """The name and the slot of a tensor that was saved under nested dictionaries."""
     if (found := _STATE.fullmatch(".".join(path))) is not None:
         return found["name"], found["kind"]  # type: ignore[return-value]

@@ -16,15 +16,23 @@ from pathlib import Path
 
 import numpy as np
 
+from megasdc.common.errors import DataError
+from megasdc.config.sections import MegasdcSection
+from megasdc.events import read_events
 from megasdc.lab.planning.checkpoints.formulas import Intervals
 from megasdc.lab.planning.checkpoints.job import Costs
 from megasdc.lab.planning.checkpoints.rates import CORRUPTION, HANG, HOST, NETWORK, SOFTWARE, STORAGE
-from megasdc.config.sections import MegasdcSection
-from megasdc.common.errors import DataError
-from megasdc.events import read_events
-from megasdc.ops.supervise.goodput import WELL, AttemptTime, goodput_of
 from megasdc.lab.planning.runs.fleet import HOUR_S, Audits, FailureCause, Fleet
-from megasdc.lab.planning.runs.simulation import DECIDING, DETECTING, LOST, RECOMPUTED, STARTING, Runs, simulate_runs
+from megasdc.lab.planning.runs.simulation import (
+    DECIDING,
+    DETECTING,
+    LOST,
+    RECOMPUTED,
+    STARTING,
+    SimulatedRuns,
+    simulate_runs,
+)
+from megasdc.ops.supervise.goodput import WELL, AttemptTime, goodput_of
 from megasdc.ops.supervise.policy import Action
 
 CAUSE_OF = {
@@ -256,7 +264,7 @@ def predict_run(run: Measured, pieces: Pieces, others: bool, sections: MegasdcSe
     )
 
 
-def _at_failures(runs: Runs, pieces: Pieces, seconds: np.ndarray) -> tuple[list[float], np.ndarray]:
+def _at_failures(runs: SimulatedRuns, pieces: Pieces, seconds: np.ndarray) -> tuple[list[float], np.ndarray]:
     """Seconds of parts, [run, part], of a run with as many failures, in starts and later, as there were.
 
     By linear regression over the simulated runs whose numbers are nearest; few may have just these.
@@ -277,7 +285,7 @@ def _fleet(run: Measured, pieces: Pieces, sections: MegasdcSection) -> Fleet:
     memory, disk = sections.checkpoint.memory.interval, sections.checkpoint.interval
     if not (memory or disk):
         disk = sections.training.steps  # saved at the end
-    memory = min(memory, disk) if disk else memory  # a snapshot that is rarer than checkpoints brings back nothing newer
+    memory = min(memory, disk) if disk else memory  # a snapshot that is rarer than checkpoints restores nothing newer
     parts, audits, detection_s = run.parts, sections.audit, pieces.detection_s
     stall_s = parts[PAUSED] / run.steps * (disk or memory)
     hours = run.exposed_s / HOUR_S

@@ -13,7 +13,7 @@ from megasdc.lab.planning.checkpoints.formulas import Intervals
 from megasdc.lab.planning.checkpoints.rates import HOST
 from megasdc.lab.planning.runs.fleet import Fleet, spares_needed
 from megasdc.lab.planning.runs.measured import Prediction
-from megasdc.lab.planning.runs.simulation import LOST, Runs, simulate_runs
+from megasdc.lab.planning.runs.simulation import LOST, SimulatedRuns, simulate_runs
 
 DAY_S = 86_400.0
 PARTS = ("training", "checking", "paused", *LOST)
@@ -213,7 +213,7 @@ def investments(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
         yield "hosts that fail half as often", replace(fleet, causes=tuple(causes))
 
 
-def _training(fleet: Fleet, runs: Runs) -> np.ndarray:
+def _training(fleet: Fleet, runs: SimulatedRuns) -> np.ndarray:
     """Share of the time that is training that counts, without audits, [run]."""
     return runs.trained_s / runs.wall_s / (1 + fleet.audits.slowdown)
 
@@ -222,7 +222,7 @@ def _error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def _parts(fleet: Fleet, runs: Runs) -> dict[str, float]:
+def _parts(fleet: Fleet, runs: SimulatedRuns) -> dict[str, float]:
     wall_s, slowdown = runs.wall_s.mean(), fleet.audits.slowdown
     trained = float(runs.trained_s.mean() / wall_s)
     lost = runs.lost_s.sum(axis=1).mean(axis=0) / wall_s
@@ -234,7 +234,7 @@ def _parts(fleet: Fleet, runs: Runs) -> dict[str, float]:
     return kept | dict(zip(LOST, lost.tolist(), strict=True))
 
 
-def _causes(runs: Runs) -> Iterator[CauseLoss]:
+def _causes(runs: SimulatedRuns) -> Iterator[CauseLoss]:
     """Causes in their order; kinds of one together."""
     lost = runs.lost_s.mean(axis=0) / runs.wall_s.mean()
     failures = runs.failures.mean(axis=0)

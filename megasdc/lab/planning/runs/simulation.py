@@ -32,7 +32,7 @@ Whole = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Runs:
+class SimulatedRuns:
     """Simulated runs.
 
     Args:
@@ -103,7 +103,9 @@ class _Spares:
         return wait_s
 
 
-def simulate_runs(fleet: Fleet, trials: int, seed: int, wall_s: float = math.inf, training_s: float = math.inf) -> Runs:
+def simulate_runs(
+    fleet: Fleet, trials: int, seed: int, wall_s: float = math.inf, training_s: float = math.inf
+) -> SimulatedRuns:
     """Simulate runs until a time, or until they are done.
 
     Args:
@@ -120,7 +122,7 @@ def simulate_runs(fleet: Fleet, trials: int, seed: int, wall_s: float = math.inf
     draws = np.random.default_rng(seed)
     while run.runs.any():
         run.until_failure(draws.exponential(fleet.job.mtbf_s, trials), draws.random(trials))
-    return Runs(
+    return SimulatedRuns(
         causes=(*(one.cause for one in fleet.kinds), FIRST_START),
         wall_s=run.now_s,
         trained_s=run.trained_s,

@@ -20,7 +20,7 @@ from megasdc.common.errors import CheckpointError, DataError, StorageError
 from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.words import clock
 from megasdc.lab.checkpoints.drift import DriftReport, measure_drift
-from megasdc.lab.report.run_pages.compared import LOSS, WORSE, Compared, compare_with_healthy
+from megasdc.lab.report.run_pages.compared import LOSS, WORSE, ComparedRun, compare_with_healthy
 from megasdc.lab.report.run_pages.drop_result_page import drop_result_page
 from megasdc.lab.report.run_pages.facts import checkpoints, differing_settings, places, run_versions
 from megasdc.lab.report.run_pages.figures.compare import compare_figures, drift_figure
@@ -94,7 +94,7 @@ def names_of(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
     return {"/".join(one[-depth:]): run for one, run in zip(parts, runs, strict=True)}
 
 
-def _verdict(healthy: str, compared: Mapping[str, Compared]) -> str:
+def _verdict(healthy: str, compared: Mapping[str, ComparedRun]) -> str:
     by: dict[str, list[str]] = {}
     for name, one in compared.items():
         by.setdefault(one.verdict, []).append(name)
@@ -107,21 +107,21 @@ def _verdict(healthy: str, compared: Mapping[str, Compared]) -> str:
     return f"Final training loss beside {healthy}: {', '.join(parts)}{worst}."
 
 
-def _state(compared: Mapping[str, Compared]) -> State:
+def _state(compared: Mapping[str, ComparedRun]) -> State:
     verdicts = {one.verdict for one in compared.values()}
     if verdicts & {"worse", "NaN"}:
         return "different"
     return "unsure" if "not comparable" in verdicts else "same"
 
 
-def _tiles(compared: Mapping[str, Compared]) -> dict[str, str]:
+def _tiles(compared: Mapping[str, ComparedRun]) -> dict[str, str]:
     found = [one.verdict for one in compared.values()]
     tiles = {"runs compared": str(len(found)), "worse cases": str(found.count("worse")), "NaN": str(found.count("NaN"))}
     increases = [one.increase for one in compared.values() if one.increase is not None]
     return tiles | ({"worst increase": f"{max(increases):+.2%}"} if increases else {})
 
 
-def _table(names: Mapping[str, RunRecord], compared: Mapping[str, Compared]) -> Table:
+def _table(names: Mapping[str, RunRecord], compared: Mapping[str, ComparedRun]) -> Table:
     rows = []
     for name, run in names.items():
         status, counts = status_of(run), counts_of(marks_of(run))
@@ -195,7 +195,7 @@ def _places(names: Mapping[str, RunRecord]) -> Table:
     return Table("places", ("run", "layout", "hosts", "versions", "folder"), rows, searched=False)
 
 
-def _summary(names: Mapping[str, RunRecord], compared: Mapping[str, Compared]) -> dict[str, object]:
+def _summary(names: Mapping[str, RunRecord], compared: Mapping[str, ComparedRun]) -> dict[str, object]:
     found = []
     for name, run in names.items():
         one = compared.get(name)

@@ -22,7 +22,7 @@ LOSS, EVAL_LOSS = "train/loss", "eval/loss"
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedRun:
     """One run compared with the healthy one, at the last step at which both have a loss; None there: no such step.
 
     ``loss`` is NaN where it is not finite; ``increase``: (loss / healthy - 1); ``eval_increase``: likewise at the last
@@ -54,12 +54,12 @@ class Compared:
         return "within 0.5 %"
 
 
-def compare_with_healthy(healthy: RunRecord, others: Sequence[RunRecord]) -> list[Compared]:
+def compare_with_healthy(healthy: RunRecord, others: Sequence[RunRecord]) -> list[ComparedRun]:
     """Compares each run with the healthy one."""
     return [_compare(healthy, other) for other in others]
 
 
-def _compare(healthy: RunRecord, other: RunRecord) -> Compared:
+def _compare(healthy: RunRecord, other: RunRecord) -> ComparedRun:
     steps, ours, theirs = common(healthy.series.get(LOSS), other.series.get(LOSS))
     _, eval_ours, eval_theirs = common(healthy.series.get(EVAL_LOSS), other.series.get(EVAL_LOSS))
     different = ~((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)))
@@ -68,7 +68,7 @@ def _compare(healthy: RunRecord, other: RunRecord) -> Compared:
     worst = int(np.abs(np.where(finite, relative, 0.0)).argmax()) if finite.any() else None
     evaluated = other.series.get(EVAL_LOSS)
     loss = other.series.get(LOSS)
-    return Compared(
+    return ComparedRun(
         run=other,
         at_step=int(steps[-1]) if len(steps) else None,
         loss=float(theirs[-1]) if len(steps) else math.nan,

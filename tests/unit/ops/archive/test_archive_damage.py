@@ -19,7 +19,7 @@ from megasdc.ops.archive.entries import read_part
 from megasdc.ops.archive.pull import pull_checkpoint
 from megasdc.ops.archive.push import push_checkpoint
 from megasdc.ops.archive.record import block_file, open_archive, part_file, receipt_file
-from megasdc.ops.archive.verify import verify
+from megasdc.ops.archive.verify import verify_archive
 
 TRIALS = 100
 
@@ -67,7 +67,7 @@ def test_every_damage_is_found_and_none_gives_a_checkpoint(checkpoints: Path, tm
     for trial in range(TRIALS):
         harm, path = HARMS[trial % len(HARMS)], chance.choice(kinds["blocks" if trial // len(HARMS) % 2 else "records"])
         harm(path, chance)
-        report = verify(str(address))
+        report = verify_archive(str(address))
         assert not report.ok, f"trial {trial}: {harm.__name__} of {path} was not found"
         named = {who for damage in report.damages for who in damage.needed_by} | set(report.problems)
         assert named, f"trial {trial}: no step is named"
@@ -87,7 +87,7 @@ def test_every_damage_is_found_and_none_gives_a_checkpoint(checkpoints: Path, tm
         for file, content in healthy.items():
             if not file.exists() or file.read_bytes() != content:
                 file.write_bytes(content)
-    assert verify(str(address)).ok
+    assert verify_archive(str(address)).ok
 
 
 def test_a_lost_mark_of_the_archive_is_found(checkpoints: Path, tmp_path: Path) -> None:
@@ -95,13 +95,13 @@ def test_a_lost_mark_of_the_archive_is_found(checkpoints: Path, tmp_path: Path) 
     address = tmp_path / "archive"
     push_checkpoint(checkpoints, str(address))
     _flip(address / "archive.json", random.Random(1))
-    for use in (lambda: verify(str(address)), lambda: pull_checkpoint(str(address), tmp_path / "out")):
+    for use in (lambda: verify_archive(str(address)), lambda: pull_checkpoint(str(address), tmp_path / "out")):
         with pytest.raises(CheckpointError, match=r"archive\.json"):
             use()
     (address / "archive.json").unlink()
     with pytest.raises(CheckpointError, match="is no archive"):
-        verify(str(address))
-    assert push_checkpoint(checkpoints, str(address)).already and verify(str(address)).ok
+        verify_archive(str(address))
+    assert push_checkpoint(checkpoints, str(address)).already and verify_archive(str(address)).ok
 
 
 def test_deleted_damages_are_mended_by_a_push(checkpoints: Path, tmp_path: Path) -> None:
@@ -112,11 +112,11 @@ def test_deleted_damages_are_mended_by_a_push(checkpoints: Path, tmp_path: Path)
     for path in blocks[:3]:
         _flip(path, random.Random(3))
     assert push_checkpoint(checkpoints, str(address)).already, "it does not read what is there"
-    report = verify(str(address), delete_damaged=True)
+    report = verify_archive(str(address), delete_damaged=True)
     assert report.deleted == 3 and len(report.damages) == 3
-    assert len(verify(str(address)).damages) == 3, "now they are missing"
+    assert len(verify_archive(str(address)).damages) == 3, "now they are missing"
     assert push_checkpoint(checkpoints, str(address)).new_blocks == 3
-    assert verify(str(address)).ok and pull_checkpoint(str(address), tmp_path / "out").step == 4
+    assert verify_archive(str(address)).ok and pull_checkpoint(str(address), tmp_path / "out").step == 4
 
 
 def _forge(address: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -156,7 +156,7 @@ def test_hostile_records_are_refused(checkpoints: Path, tmp_path: Path, field: s
     _forge(address, lambda content: content["files"][0].update({field: value}))
     with pytest.raises(CheckpointError):
         pull_checkpoint(str(address), out)
-    assert not out.exists() and not (tmp_path / "escaped").exists() and not verify(str(address)).ok
+    assert not out.exists() and not (tmp_path / "escaped").exists() and not verify_archive(str(address)).ok
 
 
 def test_a_save_id_that_is_a_path_is_refused(checkpoints: Path, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_pickles_are_checked_before_a_checkpoint_gets_its_name(
     with monkeypatch.context() as attacker:
         attacker.setattr(importlib.import_module("megasdc.ops.archive.push"), "check_file", lambda *_, **__: [])
         push_checkpoint(checkpoints, str(tmp_path / "archive"))
-    assert verify(str(tmp_path / "archive")).ok, "the archive itself is whole"
+    assert verify_archive(str(tmp_path / "archive")).ok, "the archive itself is whole"
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         pull_checkpoint(str(tmp_path / "archive"), tmp_path / "out")
     assert not (tmp_path / "ran").exists() and list((tmp_path / "out").iterdir()) == []
@@ -217,7 +217,7 @@ def test_a_block_of_another_size_is_refused(checkpoints: Path, tmp_path: Path) -
     part = read_part(open_archive(str(address)), (RUN, 4, "all"))
     digest, size = next(iter(part.blocks().items()))
     (address / block_file(digest)).write_bytes(encode_block(bytes(size + 1)))
-    report = verify(str(address))
+    report = verify_archive(str(address))
     assert [damage.name for damage in report.damages] == [block_file(digest)]
     with pytest.raises(CheckpointError, match=rf"needed are {size} bytes"):
         pull_checkpoint(str(address), tmp_path / "out")

@@ -33,7 +33,7 @@ from megasdc.ops.archive.prune import prune_archive
 from megasdc.ops.archive.pull import pull_checkpoint
 from megasdc.ops.archive.push import push_checkpoint
 from megasdc.ops.archive.record import LEASES, open_archive
-from megasdc.ops.archive.verify import verify
+from megasdc.ops.archive.verify import verify_archive
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["folder", "store that renames"])
@@ -52,7 +52,7 @@ def test_a_pull_gives_every_bit_back(checkpoints: Path, tmp_path: Path, memory: 
     assert (tmp_path / "out" / "latest").read_text() == "step_00000004\n"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "step_00000002", "step_00000004"]
     assert pull_checkpoint(address, tmp_path / "out", step=4).kept_bytes == second.size_bytes
-    assert verify(address).ok
+    assert verify_archive(address).ok
 
 
 def test_a_checkpoint_of_another_run_is_not_put_into_a_run(checkpoints: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_push_that_was_killed_goes_on(checkpoints: Path, tmp_path: Path, monke
         prune_archive(str(address))
     monkeypatch.setattr(lease, "STALE_S", 0.0)
     prune_archive(str(address))
-    assert not list(address.glob("leases/*")) and not list(address.rglob(".tmp_*")) and verify(str(address)).ok
+    assert not list(address.glob("leases/*")) and not list(address.rglob(".tmp_*")) and verify_archive(str(address)).ok
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_prune_that_was_killed_is_finished_by_the_next(
                 prune_archive(address, keep_last=1)
         assert pull_checkpoint(address, tmp_path / f"out{number}", step=4).step == 4
         prune_archive(address, keep_last=1)
-        report = verify(address)
+        report = verify_archive(address)
         assert report.ok and report.num_steps == 1 and report.unneeded == 0
 
 
@@ -162,7 +162,7 @@ def test_a_real_kill_of_a_prune_loses_nothing(
         prune_archive(str(address))
     monkeypatch.setattr(lease, "STALE_S", 0.0)
     prune_archive(str(address), keep_last=1)
-    report = verify(str(address))
+    report = verify_archive(str(address))
     assert report.ok and report.num_steps == 1 and report.unneeded == 0
 
 
@@ -200,9 +200,9 @@ def test_rules_keep_the_newest_and_multiples(checkpoints: Path, tmp_path: Path) 
         prune_archive(address, run="nobody", keep_last=1)
     report = prune_archive(address, keep_last=1)
     assert report.removed == {RUN: [2]} and report.num_blocks == 0, "the other run needs them"
-    assert pull_checkpoint(address, tmp_path / "out", run="other").step == 2 and verify(address).ok
+    assert pull_checkpoint(address, tmp_path / "out", run="other").step == 2 and verify_archive(address).ok
     assert prune_archive(address, run="other", steps=(2,)).num_blocks > 0
-    assert [entry.step for entry in read_entries(open_archive(address))] == [4] and verify(address).ok
+    assert [entry.step for entry in read_entries(open_archive(address))] == [4] and verify_archive(address).ok
 
 
 def test_quantized_moments_are_marked_and_must_be_accepted(checkpoints: Path, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_quantized_moments_are_marked_and_must_be_accepted(checkpoints: Path, tm
     code, text = invoke("pull", address, tmp_path / "out")
     assert code == 72 and "--accept-quantized" in text and "quantized to 8 bits" in text
     found = Path(pull_checkpoint(address, tmp_path / "out", accept_quantized=True).path)
-    assert verify_checkpoint(found).ok and verify(address).ok
+    assert verify_checkpoint(found).ok and verify_archive(address).ok
     assert read_manifest(found).quantized_moments_bits == 8
     code, text = invoke("push", found, tmp_path / "again", "--run", RUN)
     assert code == 72 and "has quantized moments" in text

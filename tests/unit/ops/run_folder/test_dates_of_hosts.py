@@ -14,7 +14,7 @@ from run_folder import SMOKE, add_hang, add_incident
 
 from megasdc.common.origin import Origin
 from megasdc.config.load import load_config
-from megasdc.events import Event, EventLog, in_order
+from megasdc.events import Event, EventLog, in_time_order
 from megasdc.lab.report.run_pages.facts import places
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.hosts import FileClock
@@ -138,6 +138,6 @@ def test_events_are_in_the_order_in_which_they_were(
 
     first, second = event("1", attempt=1, launch="a"), event("2", attempt=2, launch="b")
     unnumbered = [event("early", launch="b"), event("after", launch=None)]
-    assert [one.name for one in in_order([[second, unnumbered[1]], [unnumbered[0], first]])] == [
+    assert [one.name for one in in_time_order([[second, unnumbered[1]], [unnumbered[0], first]])] == [
         *("1", "2", "after", "early")
     ]
