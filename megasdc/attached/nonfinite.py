@@ -1,10 +1,10 @@
 """NaN and Inf in a guarded training: before the optimizer steps, where did the first one appear?
 
 The norm of the gradients that are about to be used, and the loss, are looked at in each step. Only where they are not
-finite the step's micro-batches are computed again, as training did, and each result is looked at.
+finite the step's micro-batches are recomputed, as training did, and each result is looked at.
 
 Of each micro-batch of the step references to the model's inputs are kept, no copies. An input that the training changed
-in place since is known by the tensor's version, and its micro-batch is not computed again.
+in place since is known by the tensor's version, and its micro-batch is not recomputed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class KeptMicroBatch:
 
     @property
     def lacks(self) -> str | None:
-        """Reason why the micro-batch cannot be computed again; None: it can."""
+        """Reason why the micro-batch cannot be recomputed; None: it can."""
         if self.batch is None:
             return "more bytes than nonfinite.keep_mib"
         if any(_version(tensor) != version for tensor, version in self.versions):
@@ -299,7 +299,7 @@ class Meanings:
         """Sentence on a result; None: it is of a submodule, or no loss.
 
         Args:
-            recomputed: whether the result was seen when the micro-batch was computed again, not in training.
+            recomputed: whether the result was seen when the micro-batch was recomputed, not in training.
 
         Sync: waits for the device where it is the loss.
         """

@@ -106,7 +106,7 @@ class SlotManifest(Record):
 class Lineage(Record):
     """Content of ``line.json``: history of the newest start that used a host, by which its slots are valid or not.
 
-    A host that a start did without may have slots of steps that the start computed again, or that were wrong: those are
+    A host that a start did without may have slots of steps that the start recomputed, or that were wrong: those are
     not used when the host comes back.
 
     Attributes:

@@ -316,7 +316,7 @@ def replica_folder(folder: Path | str, replica: int) -> Path:
     return Path(folder) / f"replica_{replica}"
 
 
-def harmed_replica(study: StudySection) -> int:
+def faulty_replica(study: StudySection) -> int:
     """The replica that is not trusted, in a study of two."""
     return 0 if study.trusted else 1
 

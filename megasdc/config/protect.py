@@ -25,7 +25,7 @@ SLICE_ELEMENTS = 16384
 """Elements of each shard in a look: a few milliseconds on a processor."""
 LONGEST_AUDIT_INTERVAL = 1000
 MEMORY_INTERVAL = 10
-"""Steps between snapshots in memory: what a restart computes again at most."""
+"""Steps between snapshots in memory: what a restart recomputes at most."""
 VERDICTS = ("persistent", "intermittent", "not_reproduced", "inconclusive")
 ENABLED = "sdc.always_on.enabled"
 Sections = TypeVar("Sections", bound=BaseModel)

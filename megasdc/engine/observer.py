@@ -172,14 +172,14 @@ class Watch:
         wanted: returns the names of the submodules that it needs in a step, empty: none. The same on all ranks of a
             tensor group.
         gradients: whether it needs more than forward results of micro-batches.
-        harms: whether it changes results (fault injection); it does so in replays too.
+        injects_faults: whether it changes results (fault injection); it does so in replays too.
         replays: whether it gets results of a stage's replays, and no others.
     """
 
     listener: Listener
     wanted: Callable[[int], Collection[str]]
     gradients: bool = True
-    harms: bool = False
+    injects_faults: bool = False
     replays: bool = False
 
 
@@ -224,8 +224,8 @@ class ObserverSwitch(Hook):
         Collective: none; but all ranks of a tensor group must do so together.
         """
         before = self._attached
-        harming = [watch for watch in before[1] if watch.harms]
-        self._attach(frozenset(one.fqn for one in self._submodules), (*harming, Watch(listener, lambda _: ())))
+        injecting = [watch for watch in before[1] if watch.injects_faults]
+        self._attach(frozenset(one.fqn for one in self._submodules), (*injecting, Watch(listener, lambda _: ())))
         try:
             yield
         finally:
@@ -239,7 +239,7 @@ class ObserverSwitch(Hook):
         if chosen:
             gradients = any(watch.gradients for watch in wanting)
             listeners = [watch.listener for watch in wanting if not watch.replays]
-            again = [watch.listener for watch in wanting if watch.replays or watch.harms]
+            again = [watch.listener for watch in wanting if watch.replays or watch.injects_faults]
             self._observer = Observer(
                 self._engine, chosen, listeners, gradients, after=self, clock=self._clock, of_replays=again
             )

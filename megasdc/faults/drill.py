@@ -14,9 +14,9 @@ from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.engine.observer import Watch
 from megasdc.events import EventLog, read_events
-from megasdc.faults.injector import Firing, Injector, harmed_submodules, why_unfired
+from megasdc.faults.injector import Firing, Injector, faulty_submodules, why_unfired
 from megasdc.faults.process import ProcessFaults
-from megasdc.faults.stored import HarmedBatches, harm_file
+from megasdc.faults.stored import FaultyBatches, inject_into_file
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 
@@ -41,7 +41,7 @@ def build_injector(sections: MegasdcSection, run: Run) -> Injector | None:
         vocab_size=run.loader.dataset.vocab_size,
     )
     if injector.wants(TOKENS):
-        run.batches = HarmedBatches(run.batches, injector, run.engine)
+        run.batches = FaultyBatches(run.batches, injector, run.engine)
     return injector
 
 
@@ -106,7 +106,7 @@ class FaultDrill(Hook):
             return
         for record in read_manifest(folder).files:
             if record.rank == run.dims.rank and record.size_bytes:
-                harm_file(folder / record.name, run.step, self._injector)
+                inject_into_file(folder / record.name, run.step, self._injector)
 
     def state_dict(self) -> dict[str, Any]:
         """Number of times that each fault has changed bits on each rank; one with ``once`` does not fire again."""
@@ -142,5 +142,5 @@ class FaultDrill(Hook):
 
 def watch_for_faults(injector: Injector, engine: TrainingEngine) -> Watch:
     """The watch of fault injection: submodules that some spec may hit on some rank, in every step."""
-    names = frozenset(one.fqn for one in harmed_submodules(injector.specs, list_submodules(engine.module)))
-    return Watch(injector, lambda step: names, harms=True)
+    names = frozenset(one.fqn for one in faulty_submodules(injector.specs, list_submodules(engine.module)))
+    return Watch(injector, lambda step: names, injects_faults=True)

@@ -375,9 +375,9 @@ class Injector:
 
         Sync: waits for the device if a spec fires, or has a range of values and is due.
         """
-        return self._harm(address, result, lambda: result.detach().clone())
+        return self._inject(address, result, lambda: result.detach().clone())
 
-    def harm(self, address: Address, kept: Tensor) -> bool:
+    def inject_into(self, address: Address, kept: Tensor) -> bool:
         """Inject faults in place into stored data: states, gradients, bytes of a file.
 
         Args:
@@ -388,23 +388,23 @@ class Injector:
 
         Sync: as ``__call__``.
         """
-        return self._harm(address, kept, lambda: kept) is not None
+        return self._inject(address, kept, lambda: kept) is not None
 
-    def _harm(self, address: Address, result: Tensor, take: Callable[[], Tensor]) -> Tensor | None:
+    def _inject(self, address: Address, result: Tensor, take: Callable[[], Tensor]) -> Tensor | None:
         """Change the tensor that ``take`` returns, if a spec fires; None if no bit changed."""
         fitting = self._fits(address)
         if not fitting:
             return None
         call = self._count_call(address)
-        harmed: Tensor | None = None
+        changed: Tensor | None = None
         for index in fitting:
             if not self._is_due(index, address, call):
                 continue
-            change = self._fire(index, address, result if harmed is None else harmed, call)
+            change = self._fire(index, address, result if changed is None else changed, call)
             if change is not None:
-                harmed = take() if harmed is None else harmed
-                harmed[change[0]] = change[1]
-        return harmed
+                changed = take() if changed is None else changed
+                changed[change[0]] = change[1]
+        return changed
 
     def due_on_any_rank(self, phase: str, step: int) -> bool:
         """Whether a spec of this phase may fire at a step on some rank; the same on all ranks."""
@@ -543,7 +543,7 @@ def check_specs(specs: Sequence[FaultSpec], dims: ParallelDims) -> None:
         raise ConfigError(problems)
 
 
-def harmed_submodules(specs: Sequence[FaultSpec], submodules: Sequence[Submodule]) -> list[Submodule]:
+def faulty_submodules(specs: Sequence[FaultSpec], submodules: Sequence[Submodule]) -> list[Submodule]:
     """Submodules into whose results some spec may inject a fault, on any rank.
 
     All ranks of a tensor group must observe the same submodules, so the rank is not considered.

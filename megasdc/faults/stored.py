@@ -87,7 +87,7 @@ class StateFaults(Hook):
         needed = run.engine.micro_batches * loader.micro_batch_size
         self._injector.limits[PLACE] = (len(loader.dataset) - position.order.start) // loader.dp_size - needed + 1
         consumed = torch.tensor([position.consumed])
-        if self._injector.harm(self._address(PLACE, PLACE, PLACE_SLOT), consumed):
+        if self._injector.inject_into(self._address(PLACE, PLACE, PLACE_SLOT), consumed):
             loader.position = replace(position, consumed=int(consumed))
 
     def before_reduction(self, engine: TrainingEngine) -> None:
@@ -96,7 +96,7 @@ class StateFaults(Hook):
             return
         for fqn, slot, parameter in self._parameters:
             gradient = accumulated_gradient(engine.optimizer, parameter).detach()
-            self._injector.harm(self._address(COLLECTIVE, fqn, slot), gradient)
+            self._injector.inject_into(self._address(COLLECTIVE, fqn, slot), gradient)
 
     def before_optimizer_step(self, engine: TrainingEngine) -> None:
         """Inject into masters, moments and numbers of the groups, just before the optimizer reads them."""
@@ -116,7 +116,7 @@ class StateFaults(Hook):
             return
         for fragment in owned_fragments(engine.optimizer) if COPY in self._wanted else ():
             own = fragment.parameter.data.view(-1).narrow(0, fragment.offset, fragment.numel)
-            self._injector.harm(self._address(COPY, *self._names[id(fragment.parameter)]), own)
+            self._injector.inject_into(self._address(COPY, *self._names[id(fragment.parameter)]), own)
         gather_parameters(engine.optimizer)
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -132,14 +132,14 @@ class StateFaults(Hook):
         for fragment in owned_fragments(self._engine.optimizer):
             fqn, parameter = self._names[id(fragment.parameter)]
             for state, value in {"master": fragment.master, **fragment.states(self._engine.optimizer)}.items():
-                self._injector.harm(self._address(phase, fqn, f"{parameter}.{state}", step), value)
+                self._injector.inject_into(self._address(phase, fqn, f"{parameter}.{state}", step), value)
 
     def _harm_clipped(self, inner: Any) -> None:
         stepped = {id(flat) for group in inner.param_groups for flat in group["params"]}
         for fragment in owned_fragments(self._engine.optimizer):
             if id(fragment.flat) in stepped and fragment.flat.grad is not None:
                 gradient = fragment.flat.grad.detach().narrow(0, fragment.start, fragment.numel)
-                self._injector.harm(self._address(CLIPPED_GRAD, *self._names[id(fragment.parameter)]), gradient)
+                self._injector.inject_into(self._address(CLIPPED_GRAD, *self._names[id(fragment.parameter)]), gradient)
 
     def _harm_settings(self, number: int, group: dict[str, Any]) -> None:
         """Change numbers of a group until the inner optimizer has stepped."""
@@ -160,15 +160,17 @@ class StateFaults(Hook):
         for kept in (group, *states):
             count = kept.get(COUNT)
             if isinstance(count, torch.Tensor):
-                self._injector.harm(self._address(HYPERPARAMETER, HYPERPARAMETER, f"{number}.{COUNT}"), count.view(1))
+                self._injector.inject_into(
+                    self._address(HYPERPARAMETER, HYPERPARAMETER, f"{number}.{COUNT}"), count.view(1)
+                )
             elif count is not None:
                 kept[COUNT] = self._number(f"{number}.{COUNT}", count)
 
     def _number(self, slot: str, value: float) -> float:
         """The value, or the value that a fault puts in its place."""
         held = torch.tensor([value], dtype=torch.int64 if type(value) is int else torch.float64)
-        harmed = self._injector.harm(self._address(HYPERPARAMETER, HYPERPARAMETER, slot), held)
-        return held.item() if harmed else value
+        is_changed = self._injector.inject_into(self._address(HYPERPARAMETER, HYPERPARAMETER, slot), held)
+        return held.item() if is_changed else value
 
     def _restore(self, groups: list[dict[str, Any]]) -> None:
         """Give groups that have stepped their numbers back, before the schedule sets the next learning rate."""
@@ -178,7 +180,7 @@ class StateFaults(Hook):
         self._borrowed = [one for one in self._borrowed if id(one[0]) not in stepped]
 
 
-class HarmedBatches:
+class FaultyBatches:
     """Micro-batches with faults injected into tokens (first stage) and labels (last stage), after the loader's checks.
 
     An id that would leave the vocabulary is not changed, because a device fails on such an id.
@@ -200,18 +202,18 @@ class HarmedBatches:
         """The next micro-batch."""
         tokens, (labels, loss_mask) = next(self._batches)
         if self._engine.is_first_stage():
-            tokens = self._harmed("tokens", tokens)
+            tokens = self._injected("tokens", tokens)
         if self._engine.is_last_stage():
-            labels = self._harmed("labels", labels)
+            labels = self._injected("labels", labels)
         return tokens, (labels, loss_mask)
 
-    def _harmed(self, slot: str, ids: torch.Tensor) -> torch.Tensor:
+    def _injected(self, slot: str, ids: torch.Tensor) -> torch.Tensor:
         address = Address(self._engine.step_number, self._engine.next_micro_batch, TOKENS, TOKENS, slot)
         answer = self._injector(address, ids)
         return ids if answer is None else answer
 
 
-def harm_file(path: Path, step: int, injector: Injector) -> bool:
+def inject_into_file(path: Path, step: int, injector: Injector) -> bool:
     """Inject a fault into the bytes of a saved file, in place.
 
     Args:
@@ -222,6 +224,6 @@ def harm_file(path: Path, step: int, injector: Injector) -> bool:
         Whether some bit changed.
     """
     content = np.memmap(path, np.uint8, "r+")
-    changed = injector.harm(Address(step, None, CHECKPOINT, path.name, "bytes"), torch.from_numpy(content))
+    changed = injector.inject_into(Address(step, None, CHECKPOINT, path.name, "bytes"), torch.from_numpy(content))
     content.flush()
     return changed

@@ -34,7 +34,6 @@ HOSTS_VARIABLE = "MEGASDC_TEST_HOSTS"
 HOSTFILE_VARIABLE = "MEGASDC_TEST_HOSTFILE"
 PLACEHOLDER = "{hostfile}"
 """What the hostfile's path takes the place of in a command."""
-MOST_HOSTS = 64
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
 OWN_FOLDERS = (Path("/dev/shm"), Path("/run"))

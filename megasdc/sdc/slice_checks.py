@@ -346,7 +346,7 @@ class UpdateSlices:
             self._kept = SliceSnapshot(due, state, update_checksum(state))
 
     def write_recomputed(self, checked: CheckedUpdates) -> bool:
-        """Write this rank's slice as computed again; returns whether it reads back equal."""
+        """Write this rank's slice as recomputed; returns whether it reads back equal."""
         return checked.due is not None and checked.own is not None and self._write(checked.due, checked.own.again())
 
 
@@ -920,7 +920,7 @@ class _Shown:
         proved: whether each of them, and its repeat elsewhere where a rank checks itself, is within a bound.
         inputs: checksum of this rank's inputs.
         clipped: checksum of these inputs once this rank has clipped the gradient.
-        whole: checksum of all rows, computed again.
+        whole: recomputed checksum of all rows.
     """
 
     pairs: tuple[tuple[int, int], ...]

@@ -230,8 +230,8 @@ def count_differing(
         The number of results compared over all ranks, and the counts of those that differ, in execution order.
     """
     found: list[tuple[tuple[int, ...], int, str, str]] = []
-    harmed = {rank // layout.tensor % layout.data for rank in wrong}
-    trusted = set(range(layout.data)) - harmed or set(range(layout.data))
+    wrong_replicas = {rank // layout.tensor % layout.data for rank in wrong}
+    trusted = set(range(layout.data)) - wrong_replicas or set(range(layout.data))
     for position in range(layout.tensor * layout.pipeline):
         stage, tensor = divmod(position, layout.tensor)
         ranks = [tensor + layout.tensor * (replica + layout.data * stage) for replica in range(layout.data)]

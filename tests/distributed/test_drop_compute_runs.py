@@ -90,7 +90,7 @@ def test_late_micro_batches_are_left_out_and_the_decisions_repeat_the_run(
 def test_an_infinite_threshold_changes_no_bit(
     tmp_path: Path, data: Path, tensor: int, pipeline: int, ranks: int
 ) -> None:
-    """With nothing left out a run is the plain engine's, whether nothing can be or nothing needs to be."""
+    """With nothing dropped a run is the plain engine's, whether nothing can be or nothing needs to be."""
     layout = {"parallel__tensor": tensor, "parallel__pipeline": pipeline}
     plain = _config(tmp_path, "plain", data, **layout)
     measured = _config(tmp_path, "inf", data, drop_compute={"enabled": True, "threshold": "inf"}, **layout)

@@ -1,4 +1,4 @@
-"""What happens where DropCompute cannot go on: a rank dies, a replica is slow, too much is left out, data end?"""
+"""What happens where DropCompute cannot go on: a rank dies, a replica is slow, too much is dropped, data end?"""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_replicas_that_are_all_late_are_not_slow(tmp_path: Path, data: Path) -> 
 
 
 def test_the_largest_drop_rate_is_kept(tmp_path: Path, data: Path) -> None:
-    """Above it nothing is left out until the last window of steps is below it; both are told.
+    """Above it nothing is dropped until the last window of steps is below it; both are told.
 
-    All that may be left out is: 6 of 8 micro-batches a step. 0.3 of a window of 4 steps are 9.6: two such steps are
+    All that may be dropped is: 6 of 8 micro-batches a step. 0.3 of a window of 4 steps are 9.6: two such steps are
     above, one is below.
     """
     section = {**NEVER, "max_drop_rate": 0.3, "window_steps": 4}

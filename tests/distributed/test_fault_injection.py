@@ -25,8 +25,8 @@ from megasdc.data.loader import MemoryStream, MicroBatchLoader
 from megasdc.engine.hooks import Hook, Run, RunProgress
 from megasdc.engine.observer import Observer
 from megasdc.events import EventLog
-from megasdc.faults.injector import Injector, harmed_submodules
-from megasdc.faults.stored import HarmedBatches, StateFaults
+from megasdc.faults.injector import Injector, faulty_submodules
+from megasdc.faults.stored import FaultyBatches, StateFaults
 from megasdc.model.submodules import list_submodules
 from megasdc.optim.zero1 import accumulated_gradient, owned_fragments
 from megasdc.parallel.collectives import gather_objects
@@ -156,7 +156,7 @@ def _off_and_unmet() -> None:
         engine = make_engine(GPT, 2, 1)
         if armed:
             injector = Injector([FaultSpec.model_validate({"steps": [9, None]})], engine.dims, 64)
-            observer = Observer(engine, harmed_submodules(injector.specs, list_submodules(engine.module)), [injector])
+            observer = Observer(engine, faulty_submodules(injector.specs, list_submodules(engine.module)), [injector])
         losses = train_steps(engine, 1, 3)
         if armed:
             observer.close()
@@ -184,7 +184,7 @@ def _harm_tokens() -> Any:
                 differing.append((step, number, batch))
 
     kept = []
-    stream = HarmedBatches(steps(), injector, engine)
+    stream = FaultyBatches(steps(), injector, engine)
     for _ in (1, 2):
         engine.train_step(iter_kept(stream, kept))
     clean = [batch for step in (1, 2) for batch in micro_batches(engine, step)]

@@ -522,7 +522,7 @@ class Study(Hook):
         """Watches of the run's results, after fault injection; none in modes that compare states only."""
         if self._results is None:
             return []
-        return [Watch(self._results, lambda step: self._fqns, harms=True)]
+        return [Watch(self._results, lambda step: self._fqns, injects_faults=True)]
 
     def _write_start(self, run: Run) -> None:
         launch, dims = self._launch, run.dims

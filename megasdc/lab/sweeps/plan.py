@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import ConfigError
-from megasdc.config.checks import check_layout, harmed_replica, replica_folder
+from megasdc.config.checks import check_layout, faulty_replica, replica_folder
 from megasdc.config.faults import expand_faults
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.read import read_json
@@ -303,14 +303,14 @@ def faults_of(node: NodeSpec | None, seed: int, study: StudySection) -> list[dic
         return []
     profile = [] if node.profile is None else [{"profile": node.profile, "seed": 0}]
     specs = profile + [spec.model_dump(mode="json") for spec in node.faults]
-    place = {} if study.mode is None else {"replica": harmed_replica(study)}
+    place = {} if study.mode is None else {"replica": faulty_replica(study)}
     return [{**spec, "seed": node.seed * SEED_STRIDE + spec["seed"] + seed, **place} for spec in specs]
 
 
 def measured_folder(run: PlannedRun, folder: Path) -> Path:
     """Folder of a run's losses; in a study, that of the unhealthy replica."""
     study = StudySection.model_validate(run.config["megasdc"]["study"])
-    return folder if study.mode is None else replica_folder(folder, harmed_replica(study))
+    return folder if study.mode is None else replica_folder(folder, faulty_replica(study))
 
 
 def _run_problems(

@@ -177,10 +177,10 @@ class Group:
         self._backend.shutdown()
 
 
-def check_group(group: Group, round_number: int, harm: Listener | None = None) -> dict[str, Any]:
+def check_group(group: Group, round_number: int, injector: Listener | None = None) -> dict[str, Any]:
     """Runs all collectives of a round (first is 1) and compares this rank's results with the known ones.
 
-    ``harm``: a drill's injector, None: none. Returns ``compared`` and ``wrong``: numbers of collectives; ``findings``:
+    ``injector``: of a drill, None: none. Returns ``compared`` and ``wrong``: numbers of collectives; ``findings``:
     the first wrong ones.
 
     Raises:
@@ -191,9 +191,9 @@ def check_group(group: Group, round_number: int, harm: Listener | None = None) -
     compared, findings, wrong = 0, [], 0
     for exchange in exchanges(group.ranks, round_number, group.device.type == "cuda"):
         given = contribution(exchange, group.rank).to(group.device)
-        given = _harmed(harm, round_number, GIVEN, exchange, given)
+        given = _injected(injector, round_number, GIVEN, exchange, given)
         got = group.run(exchange, given)
-        got = _harmed(harm, round_number, RECEIVED, exchange, got).cpu()
+        got = _injected(injector, round_number, RECEIVED, exchange, got).cpu()
         expected = expected_result(exchange, group.rank)
         compared += 1
         if not torch.equal(as_bits(got), as_bits(expected)):
@@ -202,10 +202,12 @@ def check_group(group: Group, round_number: int, harm: Listener | None = None) -
     return {"compared": compared, "wrong": wrong, "findings": findings[:SHOWN]}
 
 
-def _harmed(harm: Listener | None, round_number: int, phase: str, exchange: StressCollective, tensor: Tensor) -> Tensor:
-    if harm is None or not tensor.is_floating_point():
+def _injected(
+    injector: Listener | None, round_number: int, phase: str, exchange: StressCollective, tensor: Tensor
+) -> Tensor:
+    if injector is None or not tensor.is_floating_point():
         return tensor  # faults are defined for floating-point numbers
-    answer = harm(Address(round_number, 0, phase, exchange.name, "output"), tensor)
+    answer = injector(Address(round_number, 0, phase, exchange.name, "output"), tensor)
     return tensor if answer is None else answer
 
 

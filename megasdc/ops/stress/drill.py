@@ -115,7 +115,7 @@ class SlotDrill:
         self.expected = [0.0] * len(faults)
         self._past = [Tally() for _ in faults]
 
-    def harm(self, hidden: int) -> Injector | None:
+    def injector_of(self, hidden: int) -> Injector | None:
         """The injector for results of a model of this width; None without faults."""
         if not self._specs:
             return None

@@ -113,7 +113,7 @@ PASSES = 3
 """Number of times that each product is computed in a round: two outvote a wrong one. A fault's steps count passes over
 all rounds."""
 
-Harm = Callable[[int], Listener | None]
+InjectorOfWidth = Callable[[int], Listener | None]
 """The injector for layers of a model of this width; None: none."""
 
 
@@ -125,7 +125,7 @@ class Products:
     """
 
     device: torch.device
-    harm: Harm = lambda hidden: None
+    injector_of: InjectorOfWidth = lambda hidden: None
     expected: dict[str, int] = field(default_factory=dict)
     against: str = "first"
 
@@ -180,8 +180,8 @@ class Products:
     def _compute(self, linear: Linear, phase: str, inputs: dict[str, Tensor], step: int) -> Tensor:
         left, right = product_factors(inputs, phase)
         result = left @ right
-        harm = self.harm(linear.hidden)
-        answer = None if harm is None else harm(Address(step, 0, phase, linear.fqn, SLOTS[phase]), result)
+        injector = self.injector_of(linear.hidden)
+        answer = None if injector is None else injector(Address(step, 0, phase, linear.fqn, SLOTS[phase]), result)
         return result if answer is None else answer
 
     def _check(self, said: dict[str, Any], case: str, result: Tensor, left: Tensor, right: Tensor) -> None:

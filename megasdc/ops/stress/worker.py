@@ -51,7 +51,7 @@ class WorkerSlot:
         self._timeout_s = task["timeout_s"]
         self._link_end = LinkEnd(self._timeout_s / 2)
         self._drill = SlotDrill(task["faults"])
-        self._products = Products(self._device, self._drill.harm)
+        self._products = Products(self._device, self._drill.injector_of)
         on_accelerator = self._device.type == "cuda"
         key = {**machine_key(), "algorithm": self._products.algorithm}
         return {"key": key, "on_accelerator": on_accelerator}
@@ -108,7 +108,7 @@ class WorkerSlot:
                 store = signed_store(store, bytes.fromhex(task["secret"]))
             of_group = unsigned_store(store, is_first) if self._device.type == "cuda" else store
             group = Group(of_group, task["rank"], task["ranks"], self._device, self._timeout_s / 2)
-            said = check_group(group, task["round"], self._drill.harm(0))
+            said = check_group(group, task["round"], self._drill.injector_of(0))
             group.close()
         except RuntimeError as error:  # of the backend: another rank did not answer
             return {"compared": 0, "wrong": 0, "findings": [], "failed": str(error).partition("\n")[0] or repr(error)}

@@ -348,7 +348,7 @@ class RunWatcher:
         )
 
     def _is_starting_again(self, run: RunRecord) -> bool:
-        """Whether a launch has begun since the one that is over, and no rank has told of it yet."""
+        """Whether a launch has begun since the one that is over, and no rank has reported it yet."""
         told = {one.launch for one in run.events} | ({run.ending.launch} if run.ending is not None else set())
         begun = {path.stem.removeprefix("front_").partition(".")[0]: path for path in self._folder.glob(FRONTS)}
         begun |= {path.name: path for path in self._folder.glob("done/*") if not (path / LAUNCH_FILE).exists()}

@@ -1,1 +1,1 @@
-"""Results of ranks, computed again in fp64: products, the reduction, the optimizer."""
+"""Results of ranks, recomputed in fp64: products, the reduction, the optimizer."""

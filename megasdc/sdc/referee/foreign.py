@@ -1,4 +1,4 @@
-"""Results of submodules of a model that is not megasdc's, computed again in fp64: by class, or by its own code.
+"""Results of submodules of a model that is not megasdc's, recomputed in fp64: by class, or by its own code.
 
 Known, as any model has them, are linear layers, norms of the last dimension, activations and embeddings of PyTorch's
 own classes, and of transformers' and DeepSpeed's that compute the same. With automatic mixed precision a linear layer
@@ -56,7 +56,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether results of a submodule can be computed again: it has its weight, if any, and computes as its class."""
+    """Whether results of a submodule can be recomputed: it has its weight, if any, and computes as its class."""
     kind = _class_of(module)
     if kind is None:
         return False

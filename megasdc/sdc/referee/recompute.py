@@ -1,4 +1,4 @@
-"""Results of submodules, computed again element by element in fp64 from what their calls were given (``Exhibit``).
+"""Results of submodules, recomputed element by element in fp64 from what their calls were given (``Exhibit``).
 
 A result is a matrix: rows are tokens, or those of a weight. ``MAKERS`` says by kind of submodule, phase and tensor
 what computes it: linear layers, norms, word embeddings and learned positions, residual sums, activation, attention;
@@ -138,7 +138,7 @@ def estimated(kind: torch.dtype) -> Trust:
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A result that can be computed again.
+    """A result that can be recomputed.
 
     Args:
         result: the result as a matrix, [R, C].

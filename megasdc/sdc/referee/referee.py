@@ -42,7 +42,7 @@ FP64 = "ranks computed the elements differently in fp64 too"
 
 @dataclass(frozen=True)
 class Subject:
-    """A submodule whose results may be computed again.
+    """A submodule whose results may be recomputed.
 
     Args:
         modules: modules whose calls are kept; for a submodule that is no module, the one before it and the one after

@@ -65,7 +65,7 @@ class Given:
         wrong: the first wrong tensor; None: none is wrong.
         again: reads a micro-batch of the step anew as training does, and computes it once more; returns the wrong
             tensor of that time, or None. It does not raise on one rank alone.
-        finish: called with whether the step is computed again with the data read anew; else other checks of the step go
+        finish: called with whether the step is rerun with the data read anew; else other checks of the step go
             on with the data that the model was given.
     """
 

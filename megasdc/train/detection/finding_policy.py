@@ -53,7 +53,7 @@ from megasdc.train.detection.findings import (
     Evidence,
     Findings,
     ParameterReader,
-    Rehearse,
+    Recompute,
     has_finding,
 )
 from megasdc.train.detection.golden import GoldenCheck
@@ -141,7 +141,7 @@ class FindingPolicy:
         engine: TrainingEngine,
         evidence: Evidence,
         agreed: Agreed,
-        recompute_micro_batch: Rehearse,
+        recompute_micro_batch: Recompute,
         *,
         repaired: bool,
     ) -> bool:
@@ -175,7 +175,7 @@ class FindingPolicy:
         engine: TrainingEngine,
         evidence: Evidence,
         agreed: Agreed,
-        recompute_micro_batch: Rehearse,
+        recompute_micro_batch: Recompute,
         repaired: bool,
     ) -> bool:
         step, earlier = engine.step_number, self._suspects.ranks
@@ -241,7 +241,7 @@ class FindingPolicy:
     def _settle_parameters(self, engine: TrainingEngine, evidence: Evidence, agreed: Agreed, repaired: bool) -> bool:
         """Rule on parameters that differ between ranks, then on those that differ from their owner's masters.
 
-        Returns whether the step is computed again. A rank whose own part changed after it was gathered has both
+        Returns whether the step is rerun. A rank whose own part changed after it was gathered has both
         findings, and is ruled on once.
         """
         again, step, named = False, engine.step_number, set[int | None]()

@@ -47,7 +47,7 @@ from megasdc.tensors.checksum import ChecksumAlgorithm, read_back
 from megasdc.train.detection.blocks import BlockMismatch
 from megasdc.train.detection.data_checks import BATCH, SLOT, Given, WrongPlace, WrongTokens
 
-Rehearse = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
+Recompute = Callable[[TrainingEngine, int | None], tuple[Trace, Trace]]
 """Recomputes a micro-batch of the step, None: the audited one; returns the records of the audit and of the check of
 recomputations."""
 
@@ -249,7 +249,7 @@ class Findings:
         self,
         engine: TrainingEngine,
         own: Trace,
-        recompute_micro_batch: Rehearse,
+        recompute_micro_batch: Recompute,
         earlier: Collection[int],
         comparable: Collection[tuple[int, int]] | None,
         ask_golden: Callable[[], Mapping[int, bool] | None],
@@ -263,7 +263,7 @@ class Findings:
         engine: TrainingEngine,
         audited: Trace,
         moved: PermutedResult,
-        recompute_micro_batch: Rehearse,
+        recompute_micro_batch: Recompute,
         earlier: Collection[int],
     ) -> Finding:
         """Rule on results that changed when elements were in other places; see ``AuditFindings``."""
@@ -271,7 +271,7 @@ class Findings:
         return self._audits.of_permuted(work, moved)
 
     def of_recompute(
-        self, engine: TrainingEngine, own: Repeats, recompute_micro_batch: Rehearse, earlier: Collection[int]
+        self, engine: TrainingEngine, own: Repeats, recompute_micro_batch: Recompute, earlier: Collection[int]
     ) -> Finding:
         """Rule on forward results that their recomputation did not repeat; call in ``after_micro_batches``.
 

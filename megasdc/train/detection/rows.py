@@ -91,7 +91,7 @@ class RowChecks(Hook):
         self._stop()
 
     def before_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
-        """Keep the layer's calls in this pass, where activations are computed again."""
+        """Keep the layer's calls in this pass, where activations are recomputed."""
         self._copy_rows(micro_batch)
 
     def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:

@@ -74,7 +74,7 @@ from megasdc.train.detection.findings import (
     ChainFindings,
     Evidence,
     ParameterReader,
-    Rehearse,
+    Recompute,
     compared,
     has_finding,
 )
@@ -115,7 +115,7 @@ class PermutedReplay:
         with self._clock:
             self._tracer(address, result)
 
-    def pop_trace(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
+    def pop_trace(self, engine: TrainingEngine, recompute_micro_batch: Recompute) -> Trace:
         """Trace of the audited micro-batch with elements in other places; without a fault it is equal to the audit's.
 
         The micro-batch was replayed in the step, or is computed now.
@@ -127,14 +127,14 @@ class PermutedReplay:
         engine.replay = None
         return self._tracer.pop_trace()
 
-    def replay(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> Trace:
+    def replay(self, engine: TrainingEngine, recompute_micro_batch: Recompute) -> Trace:
         """Compute the audited micro-batch once more with elements in other places, after all others.
 
         Collective: all ranks of the world.
         """
         return self._places.compute(engine.step_number, lambda: recompute_micro_batch(engine, None)[0])
 
-    def update(self, engine: TrainingEngine, recompute_micro_batch: Rehearse) -> bool:
+    def update(self, engine: TrainingEngine, recompute_micro_batch: Recompute) -> bool:
         """Try the micro-batch's operations again, after all others; returns whether more of them are no longer moved.
 
         Collective: all ranks of the world.
@@ -498,7 +498,7 @@ class StepChecker(Hook):
         if permuted is None or not self._auditing:
             return None
 
-        def moved(compute: Callable[[TrainingEngine, Rehearse], T]) -> T:
+        def moved(compute: Callable[[TrainingEngine, Recompute], T]) -> T:
             with nullcontext() if self.rows is None else self.rows.resting():
                 return compute(engine, self.recompute_micro_batch)
 

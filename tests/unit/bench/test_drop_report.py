@@ -130,10 +130,10 @@ def test_several_numbers_of_replicas_make_a_curve(files: list[Path], tmp_path: P
     told(files[1], tmp_path / "two.json", "--out", tmp_path / "page.html")
     lines = {one["name"]: one for one in figure(tmp_path / "page.html", "drop_measured_scaling")["traces"]}
     assert sorted(lines) == [
-        "chosen by the run", "chosen by the run, predicted", "for 2.5% left out", "for 2.5% left out, predicted",
+        "chosen by the run", "chosen by the run, predicted", "for 2.5% dropped", "for 2.5% dropped, predicted",
     ]  # fmt: skip
-    assert lines["for 2.5% left out"]["x"] == [2, 8]
-    assert lines["for 2.5% left out"]["y"] == pytest.approx([1.07, 1.12])
+    assert lines["for 2.5% dropped"]["x"] == [2, 8]
+    assert lines["for 2.5% dropped"]["y"] == pytest.approx([1.07, 1.12])
     assert lines["chosen by the run, predicted"]["y"] == pytest.approx([1.14, 1.20])
     told(files[1], "--out", tmp_path / "one.html")
     assert "drop_measured_scaling" not in [one["name"] for one in data_of(tmp_path / "one.html")["figures"]]

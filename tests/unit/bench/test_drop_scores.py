@@ -88,7 +88,7 @@ def _write_run(folder: Path, completed: list[int]) -> Path:
 
 
 def test_speedup_is_compared_with_what_other_steps_predict(tmp_path: Path) -> None:
-    """By hand: half of the latencies are 1 s, half 3 s; tau 2 s leaves out the second micro-batch after a slow one."""
+    """By hand: half of the latencies are 1 s, half 3 s; tau 2 s drops the second micro-batch after a slow one."""
     plain, late = _write_run(tmp_path / "plain", [2, 2]), _write_run(tmp_path / "late", [2, 1])
     walls = [100.0] + [7.0] * 80, [50.0] + [4.0] * 40
     found = compare(2.0, (plain, walls[0]), (late, walls[1]), FIRST, plain, SECOND)
@@ -105,7 +105,7 @@ def test_speedup_is_compared_with_what_other_steps_predict(tmp_path: Path) -> No
 
 
 def test_recorded_steps_are_those_of_first_stages(tmp_path: Path) -> None:
-    """Times come by replica, of the steps that were asked for; thresholds leave out the shares that were asked for."""
+    """Times come by replica, of the steps that were asked for; thresholds drop the shares that were asked for."""
     steps = recorded_steps(_write_run(tmp_path / "run", [2, 2]), Segment(10, 13))
     assert steps.start_s.tolist() == [[[0.0, FAST_S]] * 3, [[0.0, SLOW_S]] * 3]
     assert steps.communication_s == pytest.approx(REST_S)

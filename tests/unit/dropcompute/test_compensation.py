@@ -1,4 +1,4 @@
-"""Do the compensations give back what was left out, as in the paper, and a larger batch all of it?"""
+"""Do the compensations give back what was dropped, as in the paper, and a larger batch all of it?"""
 
 from __future__ import annotations
 

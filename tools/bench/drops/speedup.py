@@ -80,7 +80,7 @@ class DropSpeedupResult(Result):
         title = f"DropCompute: micro-batches per second over those without a threshold; rule {rule}"
         yield listing(title, COLUMNS, self.thresholds)
         yield (
-            "predicted: from as many steps of other delays in which nothing was left out, their micro-batches dealt "
+            "predicted: from as many steps of other delays in which nothing was dropped, their micro-batches dealt "
             "out anew; of same steps: from the run without a threshold, whose delays the measured run has again, so "
             "that no chance is in it"
         )

@@ -62,7 +62,7 @@ class DropTrainResult(Result):
         yield listing("final validation loss", COLUMNS, scores)
         yield _curves(scores)
         yield (
-            "over none: loss over that of the same seed with nothing left out, mean and range over seeds; samples: "
+            "over none: loss over that of the same seed with nothing dropped, mean and range over seeds; samples: "
             "used, of those of such a run, time likewise, simulated; extra steps are taken at the schedule's last "
             "learning rate"
         )

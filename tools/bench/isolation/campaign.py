@@ -71,7 +71,7 @@ class IsolationResult(Result):
 
     @property
     def lost_steps(self) -> list[int]:
-        """Steps that were computed again, beside the one in which a replica was found wrong."""
+        """Steps that were rerun, beside the one in which a replica was found wrong."""
         return sorted(one.found - 1 - one.resumed for drill in self.drills for one in drill.isolated)
 
     @property

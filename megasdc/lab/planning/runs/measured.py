@@ -1,7 +1,7 @@
 """The pieces of supervised runs: how long starts, detection and decisions took; and what the model makes of them.
 
 A prediction is of a run with so many failures by cause, so many of which met a start, of so many seconds of training
-that count, with its steps and the intervals of its saves. When failures come and what is computed again follow from the
+that count, with its steps and the intervals of its saves. When failures come and what is recomputed follow from the
 model: predicted is the mean of simulated runs with as many failures. Pieces of other runs make it one of a run that
 nothing but its failures is known of.
 """

@@ -18,14 +18,14 @@ from megasdc.output.page import Page, PageSection, number_cell, percent, table_o
 
 SOURCE = "Giladi et al., NeurIPS 2023, arXiv 2306.10598"
 PAPER = (
-    f"The paper's ({SOURCE}): BERT-Large ends at F1 91.32 with nothing left out, 91.34 with 2.5 to 3 % left out, "
+    f"The paper's ({SOURCE}): BERT-Large ends at F1 91.32 with nothing dropped, 91.34 with 2.5 to 3 % dropped, "
     "91.44 with 5.5 to 6 %, 91.19 with 10 to 11 %; at the last with 11 % more steps 91.40, with a batch larger by 11 % "
-    "91.38, with samples computed again 91.19. 64 workers took 13 % less time for about 3 % more steps. Training was "
+    "91.38, with samples recomputed 91.19. 64 workers took 13 % less time for about 3 % more steps. Training was "
     "faster by 18 % before the system was tuned and by 5 % after."
 )
 LIMITS = (
     "Latencies are drawn, after the distribution that the paper gives for its delay environment; real clusters have "
-    "others, and most straggling there comes from uneven work, which leaving micro-batches out does not cure. Models "
+    "others, and most straggling there comes from uneven work, which dropping micro-batches does not cure. Models "
     "are small, so that losses stand for the direction alone."
 )
 
@@ -95,7 +95,7 @@ def _scaling(results: DropResults) -> list[PageSection]:
         "by eq. 4": "waits_formula:.1%",
         "best threshold": "drops:.1%",
         "effective speed-up": "speedup:.4f",
-        "left out": "drop_rate:.1%",
+        "dropped": "drop_rate:.1%",
     }
     assert results.environment is not None, "read with the simulation"
     environment = results.environment
@@ -129,8 +129,8 @@ def _measured(place: int, result: Mapping[str, Any]) -> PageSection:
     columns: dict[str, Any] = {
         "threshold, s": lambda one: number_cell(one["tau_s"], ".4g", missing="none"),
         "chosen by": lambda one: "the run" if one["own"] else "the measurement",
-        "left out: predicted": "predicted_rate:.1%",
-        "left out": "rate:.1%",
+        "dropped: predicted": "predicted_rate:.1%",
+        "dropped": "rate:.1%",
         "predicted": "predicted:.4f",
         "measured": "speedup:.4f",
         "difference": lambda one: percent(one["difference"], result["bar"]),

@@ -72,7 +72,7 @@ class ClockMeasurement:
 
 
 class HostClocks:
-    """The front's side: the clocks of all hosts, what people are told of them, and ``health/clocks.json``.
+    """The front's side: the clocks of all hosts, what is reported of them, and ``health/clocks.json``.
 
     Args:
         path: of the file; that of an earlier launch is removed.

@@ -56,7 +56,7 @@ def test_expected_and_real_harm_agree() -> None:
     """The real injector harms as many results as were expected, within five standard deviations, and says so."""
     fault = {"element_probability": 1e-3, "bits": "mantissa", "submodule": "*.linear_proj"}
     drill = SlotDrill([fault])
-    harm = drill.harm(64)
+    harm = drill.injector_of(64)
     assert harm is not None
     result = torch.randn(20, 50)
     for step in range(1, 401):
@@ -79,7 +79,7 @@ def test_why_nothing_was_harmed() -> None:
     """
     faults = [{"min_hidden_size": 1000}, {"steps": [450, None]}, {"phase": "optimizer_state"}]
     drill = SlotDrill(faults)
-    harm = drill.harm(64)
+    harm = drill.injector_of(64)
     assert harm is not None
     harm(Address(1, 0, "forward", "x", "output"), torch.ones(4))
     said = summarize_drills(faults, [SlotDrill(faults).summary(), drill.summary()])

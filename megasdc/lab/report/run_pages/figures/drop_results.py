@@ -53,16 +53,16 @@ def rate_figure(scaling: Sequence[Scaling]) -> Figure:
         name = f"{one.replicas:,} replicas"
         colour, dash = line_look(place)
         x, y = zip(*drawn, strict=True)
-        traces.append(scatter(name, x, y, colour, "%{x:.1%} left out: %{y:.4f}", line={"dash": dash}))
+        traces.append(scatter(name, x, y, colour, "%{x:.1%} dropped: %{y:.4f}", line={"dash": dash}))
         columns["replicas"] += [one.replicas] * len(rates)
         columns["drop_rate"] += rates
         columns["effective_speedup"] += speedups
     placed = _by_rate(".0%")
     caption = (
-        "Simulated, thresholds that leave out up to "
+        "Simulated, thresholds that drop up to "
         f"{DRAWN_RATE:.0%}: completed micro-batches per second over those without a threshold (eq. 6)."
     )
-    return Figure("drop_thresholds", "Effective speed-up by share left out", caption, traces, placed, columns)
+    return Figure("drop_thresholds", "Effective speed-up by share dropped", caption, traces, placed, columns)
 
 
 def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
@@ -75,13 +75,13 @@ def speedup_figure(number: int, result: Mapping[str, Any]) -> Figure:
     around = [*(value * (1 + bar) for value in predicted), *(value * (1 - bar) for value in reversed(predicted))]
     fill: dict[str, Any] = {"fill": "toself", "fillcolor": "var(--equal)", "line": {"width": 1}, "hoverinfo": "skip"}
     band = scatter(f"predicted, ± {bar:.0%}", [*rates, *reversed(rates)], around, "var(--line)", **fill)
-    hover = "%{x:.1%} left out, threshold %{text}: %{y:.4f}"
+    hover = "%{x:.1%} dropped, threshold %{text}: %{y:.4f}"
     marker = {"size": 9, "symbol": ["diamond" if one["own"] else "circle" for one in rows]}
     points = scatter("measured", rates, measured, COLOURS[1], hover, mode="markers", text=names, marker=marker)
     columns = {"drop_rate": rates, "threshold": names, "predicted": predicted, "measured": measured}
     caption = (
         f"{replicas} real replicas whose micro-batches sleep as long as drawn ({result['sleep_share']:.0%} of their "
-        "time). Predicted from other steps, in which nothing was left out. Diamond: a threshold that the run chose."
+        "time). Predicted from other steps, in which nothing was dropped. Diamond: a threshold that the run chose."
     )
     return Figure(
         f"drop_measured_{number}", "Measured effective speed-up", caption, [band, points], _by_rate(".1%"), columns
@@ -120,7 +120,7 @@ def _rule(result: Mapping[str, Any], place: int) -> str:
     """How a threshold was chosen; thresholds for given drop rates come first, in the order of the options."""
     if result["thresholds"][place]["own"]:
         return "chosen by the run"
-    return f"for {result['options']['drop_rates'][place]:.1%} left out"
+    return f"for {result['options']['drop_rates'][place]:.1%} dropped"
 
 
 def loss_figures(number: int, result: Mapping[str, Any]) -> list[Figure]:
@@ -160,7 +160,7 @@ def _losses(name: str, title: str, caption: str, unit: str, place: int, result: 
 def _by_rate(form: str) -> dict[str, Any]:
     """The layout of a figure over drop rates."""
     axes: dict[str, Any] = {"xaxis": {"tickformat": form}, "yaxis": {"nticks": 6}}
-    return layout(HEIGHT, "micro-batches left out", "effective speed-up", legend=True, **axes)
+    return layout(HEIGHT, "micro-batches dropped", "effective speed-up", legend=True, **axes)
 
 
 def _by_replicas(replicas: Sequence[int], title: str, **yaxis: Any) -> dict[str, Any]:

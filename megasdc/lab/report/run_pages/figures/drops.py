@@ -73,7 +73,7 @@ def _completed(drops: Drops) -> Figure:
     left = int((drops.times.planned[None] - done).sum())
     caption = (
         f"Of the {most} planned for a replica in a step: share of replicas and steps. In all {left:,} of "
-        f"{int(drops.times.planned.sum()) * len(done):,} micro-batches were left out."
+        f"{int(drops.times.planned.sum()) * len(done):,} micro-batches were dropped."
     )
     drawn = layout(
         HEIGHT,
@@ -116,7 +116,7 @@ def _speedup(drops: Drops) -> Figure:
     search, best = drops.search, drops.search.at(ELAPSED, drops.search.best(ELAPSED))
     found = "never drop" if best["tau_s"] is None else f"{best['tau_s']:.4g} s"
     caption = (
-        f"Of the {len(search.times.steps):,} recorded steps in which nothing was left out, for every threshold; the "
+        f"Of the {len(search.times.steps):,} recorded steps in which nothing was dropped, for every threshold; the "
         f"best of those that drop at most {search.max_drop_rate:.0%}: {found}, effective speed-up "
         f"{best['speedup']:.3f}, {best['drop_rate']:.1%} dropped."
     )

@@ -176,7 +176,7 @@ def _completed(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
     traces = [curve(*one, colour, **look) for one, colour, look in zip(curves.items(), COLOURS, looks, strict=False)]
     axis = {"tickformat": ".0%", "nticks": 6}
     drawn = layout(HEIGHT, legend=len(curves) > 1, shapes=lines, yaxis=axis)
-    caption = "Of the micro-batches planned in a step, all replicas. The rest was left out by DropCompute."
+    caption = "Of the micro-batches planned in a step, all replicas. The rest was dropped by DropCompute."
     return over_steps("completed", "Completed micro-batches, share", caption, traces, drawn, curves)
 
 
