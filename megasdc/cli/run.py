@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,21 +154,20 @@ def launch_command(
         result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:
         print_text(result, as_json)
-    elif result.ended_by is not None or (result.exit_code == LaunchError.exit_code and result.failed_host is not None):
-        _print_way_on(request, Path(result.run_dir))
+    else:
+        _print_way_on(result, request)
     raise typer.Exit(result.exit_code)
 
 
-def _print_way_on(request: Any, run_dir: Path) -> None:
-    """Print the command that goes on where ranks were killed or a host was lost."""
-    from megasdc.checkpoint.files import list_steps
-    from megasdc.config.load import load_config
+def _print_way_on(result: Any, request: Any) -> None:
+    """Print the command that goes on, where a launch was stopped, or ranks were killed, or a host was lost."""
+    from megasdc.ops.launch.request import way_on
     from megasdc.ops.launch.supervision import print_front_message
 
-    folder = load_config(request.config_path, request.overrides).megasdc.checkpoint.folder
-    steps = list_steps(folder or run_dir / "checkpoints")
-    way = f"to go on from step {steps[-1]}" if steps else "no step was saved; to start again"
-    print_front_message(f"{way}: {shlex.join(['megasdc', *sys.argv[1:]])}")
+    lost = result.exit_code == LaunchError.exit_code and result.failed_host is not None
+    is_cut_short = result.ended_by is not None or result.stopped_by is not None or lost
+    if is_cut_short and (way := way_on(request, Path(result.run_dir))):
+        print_front_message(way)
 
 
 @app.command("run", epilog="Example: megasdc run --protect standard -- deepspeed --num_gpus 8 train.py --my-option 1")
@@ -223,6 +220,8 @@ def run(
         result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:
         print_text(result, as_json)
+    else:
+        _print_way_on(result, request)
     raise typer.Exit(result.exit_code)
 
 

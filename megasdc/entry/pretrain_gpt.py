@@ -32,10 +32,10 @@ def main() -> NoReturn:
     # Before torch is imported: large tensors on the host get huge pages; a CPU run saves a tenth of its time in page
     # faults. PyTorch reads it once (c10/core/impl/alloc_cpu.cpp); 0 turns it off.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else c10d's warnings, such as of names, are on the console
 
     from megasdc.common.program import refuse_pipes
     from megasdc.ops.launch.orphans import follow_parent
+    from megasdc.ops.launch.own_lines import CPP_LEVEL_VARIABLE, native_lines_to_log
     from megasdc.ops.launch.records import write_done, write_started
     from megasdc.parallel.rendezvous import NODE_RANK_VARIABLE
     from megasdc.pretrain import pretrain
@@ -45,6 +45,9 @@ def main() -> NoReturn:
         follow_parent()  # DeepSpeed's launcher; a shell that started this may end
     rank = int(os.environ.get("RANK", "0"))
     run_dir = _run_dir(arguments.config, arguments.set)
+    is_kept = run_dir is not None and native_lines_to_log(run_dir, rank)
+    # On the console only errors of c10d appear, and none of its warnings, such as of names.
+    os.environ.setdefault(CPP_LEVEL_VARIABLE, "WARNING" if is_kept else "ERROR")
     # A folder that cannot be written must not hide what training has to say; the launcher front misses the record.
     if run_dir is not None:
         with contextlib.suppress(OSError):

@@ -14,16 +14,24 @@ from test_launch_train import prepare_tiny, tiny_config
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(400)]
 STEPS = 24
 HOOK = '''
+import contextlib
+import datetime
 import logging
 import sys
+
+from torch.distributed import DistError, TCPStore
 
 from megasdc import Hook
 
 
 class Talk(Hook):
-    """Each rank logs, and rank 0 prints."""
+    """Each rank logs, and rank 0 prints; c10d logs an error of its own where nobody listens."""
 
     def after_step(self, run, result):
+        if result.step == 2:
+            with contextlib.suppress(DistError):
+                TCPStore("127.0.0.1", 9, 2, is_master=False, timeout=datetime.timedelta(seconds=0.1))
+            print(f"rank {run.dims.rank} has looked for a store.", file=sys.stderr)
         logging.getLogger("megasdc.talk").info("says %s of step %d.", "word " * 30, result.step)
         if run.dims.rank == 0:
             print(f"prints {result.step}.", flush=True)
@@ -72,10 +80,21 @@ def test_lines_are_whole(console: Terminal) -> None:
 
 
 def test_each_thing_is_said_once(console: Terminal) -> None:
-    """What is loaded before ranks say anything; the finding by one rank; nothing of libraries; the cursor is shown."""
+    """What is loaded before ranks say anything; the finding by rank 0 alone, and by its name at the end."""
     said = console.drawn
     assert said.index("loading PyTorch, DeepSpeed and Megatron-core") < said.index("[rank ")
     assert len(re.findall(r"\[rank \d\] E step", said)) == 1, said
+    assert "megasdc launch: all 2 ranks ended with exit code 73 (CorruptionError), as rank 0 has said\r\n" in said, said
+    assert not re.search(r"rank \d ended with exit code", said), said
+
+
+def test_nothing_of_libraries(console: Terminal, folder: Path) -> None:
+    """DeepSpeed's and c10d's lines are in the log of their rank; what a rank itself prints stays."""
+    said = console.drawn
+    for rank in (0, 1):
+        assert f"rank {rank} has looked for a store." in said, said
+        log = (folder / "run" / "logs" / f"deepspeed_{rank:05d}.log").read_text()
+        assert re.search(r"\[E\d{4} .*TCPStore.cpp.*\[c10d\] .*failed to connect", log), log
     for raw in ("[WARNING]", "[INFO]", "real_accelerator", "c10d", "Warning:", "socket.cpp", "links:"):
         assert raw not in said, (raw, said)
 

@@ -241,7 +241,7 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
         _write_result(plan, result)  # before hosts are asked to remove anything, which may take its time
         if sys.stderr.isatty():
             sys.stderr.write(SHOWN_CURSOR)  # which the bar of a rank that was killed has hidden
-        for line in (*verdict.lines, *lines_of(result.met)):
+        for line in (*verdict.console_lines, *lines_of(result.met)):
             print_front_message(line)
     return result
 

@@ -67,6 +67,11 @@ _DONE = {
 }
 
 
+TOLD_BY_RANK_0 = (CorruptionError.exit_code, NonFiniteError.exit_code)
+"""Exit codes of findings that rank 0 prints for all that have agreed on them."""
+_AGREED_LINE = re.compile(r"((?:all \d+ ranks|ranks? 0 on .*?) ended with exit code \d+ \(\w+\)): .*", re.DOTALL)
+
+
 @dataclass(frozen=True)
 class LaunchVerdict:
     """Verdict on how a launch ended.
@@ -88,6 +93,13 @@ class LaunchVerdict:
     stopped_by: int | None = None
     ended_by: int | None = None
     memory: str | None = None
+
+    @property
+    def console_lines(self) -> list[str]:
+        """The explanation as the console has it: a finding that rank 0 has printed there is not printed once more."""
+        if self.exit_code not in TOLD_BY_RANK_0:
+            return self.lines
+        return [_AGREED_LINE.sub(r"\1, as rank 0 has said", line) for line in self.lines]
 
 
 def judge_launch(

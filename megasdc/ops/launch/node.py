@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ if __name__ == "__main__":  # no rank has started during imports: Ctrl-C needs n
 
 import psutil
 
+from megasdc.common.errors import PeerError
 from megasdc.common.host import NAME_VARIABLE, MemoryKill, MemoryWatch, deepspeed_buffer, remove_buffers
 from megasdc.common.program import line_start
 from megasdc.common.versions import ends_at_launch_error
@@ -38,7 +40,7 @@ from megasdc.ops.launch.launch_verdict import describe_code
 from megasdc.ops.launch.on_host import private
 from megasdc.ops.launch.on_host.build_locks import BuildLocks
 from megasdc.ops.launch.orphans import FOLLOW_OPTION, NODE_PID_VARIABLE, follow_input, follow_parent
-from megasdc.ops.launch.own_lines import own_lines_to, pop_folder_option
+from megasdc.ops.launch.own_lines import last_native_lines, own_lines_to, pop_folder_option
 from megasdc.ops.launch.rank import RankCommand
 from megasdc.ops.launch.records import read_done, records_dir, write_ended
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE
@@ -49,6 +51,10 @@ with ends_at_launch_error(), own_lines_to(LOGS, sys.argv):
     launch = import_launch()
 
 POLL_S = 0.2
+LINGER_S = 3.0
+"""Other ranks of a launch on this host alone take longer than that to end: what they wait for is told before."""
+ENDED_BY_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
+"""Signals from outside: a rank that one of them has ended had nothing to say."""
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -130,11 +136,14 @@ class Ranks:
         self._buffers: list[str] = []
         self._end = launch.terminate_process_tree
         self._are_ended = False
+        self._lingering: threading.Timer | None = None
+        self._num_all = 0
         self._looked_at = time.monotonic()
 
     def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Replacement of ``subprocess.Popen`` in launch.py."""
         process = _Rank(command, self._poll, **options)
+        self._num_all = int(options["env"].get("WORLD_SIZE", 0))
         self._processes[options["env"]["RANK"]] = process
         self._buffers.append(deepspeed_buffer(options["env"]["RANK"], options["env"]))
         return process
@@ -167,23 +176,49 @@ class Ranks:
             self._end(pid)
 
     def report_failed(self) -> None:
-        """Report which ranks have failed by themselves, once, before the others are ended.
+        """Write down which ranks have failed by themselves, once, before the others are ended.
 
         launch.py looks at them every second, in any order, and stops at the first that has failed: that one may have
-        waited for another, which a signal has ended and which leaves no record itself.
+        waited for another, which a signal has ended and which leaves no record itself. The front's verdict tells all
+        of that. It comes when all ranks have ended: where those of other hosts, or lingering ones of this host, are
+        waited for, the cause is printed before.
         """
         if self._are_ended:
             return
         self._are_ended = True
         failed = [(rank, code) for rank, process in self._processes.items() if (code := process.poll())]
+        causes = [one for one in failed if one[1] != PeerError.exit_code] or failed
+        lines = []
         for rank, code in sorted(failed, key=lambda one: one[1] > 0):  # those that a signal has ended come first
             folder = records_folder(LOGS, sys.argv)
             kill = self._killed_for_memory(rank, code, folder)
             what = "it" if code < 0 else "a worker of it"
             why = f", since the kernel had no memory for {what}" if kill is not None else ""
-            print_message(f"rank {rank} ended with {describe_code(code)}{why}; the others of this host are ended too")
+            if (rank, code) in causes:
+                lines.append(
+                    f"rank {rank} ended with {describe_code(code)}{why}; the others of this host are ended too"
+                )
             if folder is not None:
                 write_ended(folder, int(rank), code, kill)
+            if LOGS is not None and code < 0 and -code not in ENDED_BY_OTHERS:
+                for line in last_native_lines(Path(LOGS), int(rank), self._processes[rank].pid):
+                    print_message(f"rank {rank} said last: {line}")
+        if self._num_all != len(self._processes):
+            self._print_all(lines)
+            return
+        self._lingering = threading.Timer(LINGER_S, self._print_all, [lines])
+        self._lingering.daemon = True
+        self._lingering.start()
+
+    @staticmethod
+    def _print_all(lines: Sequence[str]) -> None:
+        for line in lines:
+            print_message(line)
+
+    def close(self) -> None:
+        """All ranks have ended."""
+        if self._lingering is not None:
+            self._lingering.cancel()
 
     def _killed_for_memory(self, rank: str, code: int, folder: Path | None) -> MemoryKill | None:
         """That the kernel has ended a rank, or a worker that it cannot do without; None: there is no sign of it."""
@@ -263,6 +298,7 @@ def main() -> None:
     try:
         launch.main()
     finally:
+        ranks.close()
         ranks.remove_buffers()
         ranks.remove_locks()
         if name:  # the front does so, too, unless it was killed

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megasdc.checkpoint.files import list_steps
+from megasdc.common.errors import ConfigError
+from megasdc.config.load import load_config
 
 DEFAULT_SCRIPT = Path(__file__).resolve().parents[2] / "entry" / "pretrain_gpt.py"
 FAILURE_GRACE_S = 60.0
@@ -72,3 +78,21 @@ class LaunchRequest:
     launch_id: str = ""
     ended: tuple[str, ...] = ()
     program: UserProgram | None = None
+
+
+def way_on(request: LaunchRequest, run_dir: Path) -> str:
+    """What to do where a run was cut short: this process's command once more; empty: the run has done all its steps.
+
+    From which step is said as the run folder has it here; ranks find out themselves what is newest.
+    """
+    command = shlex.join(["megasdc", *sys.argv[1:]])
+    if request.config_path is None:
+        return f"to start again, from what the script has saved: {command}"
+    try:
+        sections = load_config(request.config_path, request.overrides).megasdc
+    except ConfigError as error:  # it was changed meanwhile, which is not how the run has ended
+        return f"to go on, with what is wrong now mended ({error}): {command}"
+    steps = list_steps(sections.checkpoint.folder or run_dir / "checkpoints")
+    if steps and steps[-1] >= sections.training.steps:
+        return ""
+    return f"{f'to go on from step {steps[-1]}' if steps else 'no step was saved; to start again'}: {command}"

@@ -41,7 +41,7 @@ from megasdc.ops.launch.hosts import LOCAL_HOST, place_program_here, read_hostfi
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.supervise.allocation import Allocation, ThisHost
 from megasdc.ops.supervise.attempt_process import attempt_file, load_result
-from megasdc.ops.supervise.diagnosis import LOST, Diagnosis
+from megasdc.ops.supervise.diagnosis import LOST, SIGNALS, Diagnosis
 from megasdc.ops.supervise.history import GROWING, HOSTS, NO_TURNS, SUSPECTED, TAKEN_OVER, JournalHistory
 from megasdc.ops.supervise.host_reliability_log import HostReliabilityLog, judge_host
 from megasdc.ops.supervise.host_tests import StressTests
@@ -449,7 +449,16 @@ def _supervise(
             rewinds=section.rewinds,
             spare_test_s=section.spare_test_s,
         )
-        return Supervisor(journal, engine, tests, limits, allocation, stop, print_supervisor_message, ledger).run()
+        code = Supervisor(journal, engine, tests, limits, allocation, stop, print_supervisor_message, ledger).run()
+        if _is_cut_short(JournalHistory.of(journal.entries), is_stopped=stop.is_set()) and (way := engine.way_on()):
+            print_supervisor_message(way)
+        return code
+
+
+def _is_cut_short(history: JournalHistory, *, is_stopped: bool) -> bool:
+    """Whether a run has ended here by a stop, killed ranks or lost hosts, so that the same command goes on."""
+    code = history.exit_code  # None: it goes on in another allocation
+    return code is not None and (is_stopped or code == LaunchError.exit_code or code > SIGNALS)
 
 
 def _allocation(hostfile: Path | None, launcher_args: Sequence[str]) -> Allocation:

@@ -41,7 +41,7 @@ from megasdc.ops.launch.hosts import hostfile_text
 from megasdc.ops.launch.launch_verdict import RUN_MEMORY, Met
 from megasdc.ops.launch.records import collect
 from megasdc.ops.launch.remote import HostWatch
-from megasdc.ops.launch.request import LaunchRequest
+from megasdc.ops.launch.request import LaunchRequest, way_on
 from megasdc.ops.supervise import attempt_process
 from megasdc.ops.supervise.allocation import Allocation
 from megasdc.ops.supervise.attempt_process import FrontResult
@@ -451,6 +451,10 @@ class LaunchBackend:
         except OSError as error:
             problem = f"alert of {path}, which cannot be written: {error}"
         return "; ".join(filter(None, (problem, alert(self._alert_command, path, text))))
+
+    def way_on(self) -> str:
+        """See ``megasdc.ops.launch.request.way_on``."""
+        return way_on(self._request, self._run_dir)
 
     def _reached(self, attempt: Attempt) -> int:
         """Last step that was done; of programs that write no metrics by what was seen of their ranks."""

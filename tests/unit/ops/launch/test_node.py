@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,16 @@ from megasdc.ops.launch.node import PatientStop, Ranks
 from megasdc.common.host import MemoryWatch
 node.records_folder = lambda *_: Path("records")
 ranks = Ranks(MemoryWatch())
-programs = ["exit(79)", "import os; os.kill(os.getpid(), 11)", "import time; time.sleep(60)"]
+node.LOGS, os.environ[node.NODE_PID_VARIABLE] = "logs", str(os.getpid())
+aborted = '''
+import os, sys
+from megasdc.ops.launch.own_lines import native_lines_to_log
+assert native_lines_to_log(".", 1)
+print("a rank prints", file=sys.stderr)
+os.write(2, b"[2026-11-30 07:30:47,697] [WARNING] of DeepSpeed\\\\nnative code gives up\\\\n")
+os.kill(os.getpid(), 11)
+'''
+programs = ["exit(79)", aborted, "import time; time.sleep(60)"]
 found = [
     ranks.start([sys.executable, "-c", one], env={{**os.environ, "RANK": str(rank)}})
     for rank, one in enumerate(programs)
@@ -52,11 +62,21 @@ STOPPED = "PatientStop(1, ranks.report_failed)._stop(15, None, lambda *_: None)"
 
 @pytest.mark.parametrize("look", ["found[0].poll()", STOPPED], ids=["its peer was seen first", "stopped meanwhile"])
 def test_a_rank_that_a_signal_has_ended_is_told_of(tmp_path: Path, look: str) -> None:
-    """Whatever the launcher sees first, its peer that has lost it or the stop that follows; not who is ended."""
+    """Whatever the launcher sees first, its peer that has lost it or the stop that follows; not who is ended.
+
+    What native code has said in the rank is told once, by the launcher of its host.
+    """
     program = [sys.executable, "-c", ENDED.format(look=look)]
-    subprocess.run(program, check=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(program, check=True, cwd=tmp_path, timeout=60, stderr=subprocess.PIPE, text=True)
     records = parse_records({one.name: one.read_text() for one in (tmp_path / "records").iterdir()})
     assert {rank: one.exit_code for rank, one in records.ended.items()} == {0: 79, 1: -11}
+    host = socket.gethostname()
+    assert done.stderr.splitlines() == [
+        "a rank prints",
+        f"{host}: rank 1 said last: native code gives up",
+        f"{host}: rank 1 ended with exit code -11 (a process was ended by SIGSEGV); the others of this host are ended"
+        " too",
+    ]
     assert records.ended[1].time <= records.ended[0].time, "which explains the other"
 
 

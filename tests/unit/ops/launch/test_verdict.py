@@ -365,11 +365,10 @@ def test_a_finding_that_ranks_agree_on_is_the_cause_whoever_ended_first(offset_s
         assert (verdict.exit_code, verdict.failed_rank, verdict.failed_host) == (code, None, None)
         assert verdict.lines[0].startswith(f"ranks 1 on a, 2 on b ended with exit code {code} (")
         assert verdict.lines[1] == "with it failed: ranks 0 on a, 3 on b"
-    assert (
-        judge_launch(HOSTS, records_of(dict.fromkeys(range(4), 73)), 1)
-        .lines[0]
-        .startswith("all 4 ranks ended with exit")
-    )
+        assert verdict.console_lines == verdict.lines, "rank 0 has not printed it"
+    verdict = judge_launch(HOSTS, records_of(dict.fromkeys(range(4), 73)), 1)
+    assert verdict.lines[0].startswith("all 4 ranks ended with exit code 73 (CorruptionError): ")
+    assert verdict.console_lines == ["all 4 ranks ended with exit code 73 (CorruptionError), as rank 0 has said"]
     assert judge_launch(HOSTS, records_of({0: 1, 2: 75}, {0: 1.0, 2: 5.0}), 1, clocks=CLOCKS).failed_rank == 0
     assert judge_launch(HOSTS, records_of({0: 73, 1: 75, 2: 74}), 1).exit_code == 73
 
