@@ -2,7 +2,7 @@
 
 DeepSpeed kills a rank 30 s after SIGTERM, and does not handle SIGUSR1. Here SIGTERM and SIGUSR1 are sent as SIGTERM to
 the ranks of this host at once, which then have ``MEGASDC_STOP_GRACE_S`` to finish the step and save; SIGINT leaves them
-DeepSpeed's 30 s. A rank's failure is reported at once, not only when the others have ended too.
+DeepSpeed's 30 s. A rank's failure is written down at once, not only when the others have ended too.
 Called as ``python -m megasdc.ops.launch.node --stop_grace_s=S [--launcher_logs=FOLDER] [--follow_input]`` with the
 arguments of launch.py after that; the last option, for hosts that are reached over SSH, makes the end of standard input
 a SIGTERM.
