@@ -296,7 +296,7 @@ class Guard:
             parts.append(self._close_with_guard(GuardNonFinite(training)))
         always_on = settings.sdc.always_on
         if always_on.enabled and (always_on.rows or always_on.slice_elements is not None):
-            self._budget = GuardBudget(training)
+            self._budget = GuardBudget(training, self._is_audited)
         if always_on.enabled and always_on.rows and self._budget is not None:
             self._rows = self._close_with_guard(GuardRows(training, self._budget))
             parts.append(self._rows)
@@ -308,7 +308,8 @@ class Guard:
                 "there is one replica, and nothing to compare it with; give audit.permuted or sdc.golden",
             )
         elif settings.audit.enabled:
-            self._audit = self._close_with_guard(GuardAudit(training, self._saves.agreed))
+            checks = None if self._budget is None else self._budget.checks
+            self._audit = self._close_with_guard(GuardAudit(training, self._saves.agreed, checks))
             parts.append(self._audit)
         if always_on.enabled and always_on.parameters and self.dims.data == 1:
             self._warn_not_audited(
@@ -335,8 +336,11 @@ class Guard:
     def _checks(self) -> list[str]:
         """What the guard looks at, in words."""
         settings = self._training.settings
-        every = settings.audit.interval
-        told = [] if self._audit is None else [f"audits every {number_of(every, 'step')}"]
+        audit = settings.audit
+        every = (
+            number_of(audit.interval, "step") if audit.most_interval == audit.interval else f"{audit.intervals} steps"
+        )
+        told = [] if self._audit is None else [f"audits every {every}"]
         alone = self._audit is not None and settings.audit.permutes(self.dims.data)
         told += ["audits of each device with itself"] if alone else []
         told += [part.name for part in self._parts if part.name]

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from megasdc.common.errors import ConfigError
 from megasdc.config.sections import STANDARD
 from megasdc.parallel.collectives import ANY, Agreed, Compared, compare_replicas, gather_objects
 from megasdc.sdc.audits import AuditedWork, AuditFindings, PermutableOps, PermutedResult
+from megasdc.sdc.budget import CheckBudget
 from megasdc.sdc.finding import Finding
 from megasdc.sdc.golden import machine_key
 from megasdc.sdc.host import find_comparable
@@ -243,6 +245,7 @@ class GuardAudit(Protection):
     """Part of a guard that audits the first step, and every ``audit.interval``-th.
 
     Args:
+        budget: measures audits where their interval follows what they take; None: it is given.
         agreed: called with the step of each audit in which all ranks agree.
 
     Attributes:
@@ -250,11 +253,11 @@ class GuardAudit(Protection):
         agreed: number of those in which all ranks agreed.
     """
 
-    def __init__(self, training: Training, agreed: Callable[[int], None]) -> None:
+    def __init__(self, training: Training, agreed: Callable[[int], None], budget: CheckBudget | None = None) -> None:
         engine, settings, dims, world = training.engine, training.settings, training.dims, training.host_group
         self._training, self._engine, self._dims, self._world = training, engine, dims, world
         self._copies, self._emit, tell = training.copies, training.events.emit_on_rank_0, training.events.emit_on_rank_0
-        self._agreed, self._first, self._interval = agreed, training.step, settings.audit.interval
+        self._agreed, self._first, self._budget = agreed, training.step, budget
         self.count = self.agreed = 0
         self._may_stop = settings.protect == STANDARD and "enabled" not in settings.audit.model_fields_set
         self._stopped = False
@@ -288,7 +291,8 @@ class GuardAudit(Protection):
             return
         began = time.monotonic()
         try:
-            audited = self._compute(step, source)
+            with nullcontext() if self._budget is None else self._budget.audits:
+                audited = self._compute(step, source)
         except ConfigError as error:
             if self.count or not self._may_stop:
                 raise
@@ -325,9 +329,10 @@ class GuardAudit(Protection):
 
     def _source(self, step: int) -> int | None:
         """Replica whose batch is audited in a step, another one each time; None: the step is not audited."""
-        if self._stopped or (step != self._first and step % self._interval):
+        interval = self._training.settings.audit.interval * (1 if self._budget is None else self._budget.audit_factor)
+        if self._stopped or (step != self._first and step % interval):
             return None
-        return step // self._interval % self._dims.data
+        return step // interval % self._dims.data
 
     def _wanted(self) -> int | None:
         """Number of the running step, if this rank's batch is audited in it; else None."""

@@ -9,7 +9,7 @@ import torch
 
 from megasdc.attached.training import Protection, Training
 from megasdc.parallel.collectives import StepAgreement
-from megasdc.sdc.budget import CheckBudget, CheckPlan
+from megasdc.sdc.budget import AuditPace, CheckBudget, CheckPlan
 from megasdc.sdc.cost import Cadence
 
 
@@ -24,17 +24,23 @@ class _Looks:
 class GuardBudget(Protection):
     """Part of a guard that measures what looks take; the last to act after a step.
 
-    A step's time is that from one optimizer step to the next, with what the loop does between them.
+    A step's time is that from one optimizer step to the next, with what the loop does between them. With
+    ``audit.longest_interval`` it measures audits, too, and how often they come follows.
+
+    Args:
+        is_audited: whether a step is audited.
 
     Attributes:
         checks: the budget of all looks, whose cadence they follow.
         begin: functions that are called with the number of each step once it is known whether it looks, and at once.
     """
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, training: Training, is_audited: Callable[[int], bool]) -> None:
+        self._training, self._is_audited = training, is_audited
         share = training.settings.sdc.budget_of(training.dims.data)
-        self.checks = CheckBudget(CheckPlan(Cadence(1), (), share), _Looks(training.engine.device))
+        self.checks = CheckBudget(
+            CheckPlan(Cadence(1), (), share, pace=_pace_of(training)), _Looks(training.engine.device)
+        )
         self._agreement = StepAgreement(training.host_group)
         self.begin: list[Callable[[int], None]] = []
         self.checks.begin(training.step)
@@ -58,6 +64,15 @@ class GuardBudget(Protection):
         self._agreement.finish()
         self.checks.end(self._training, step)
         following = self._training.step
-        self.checks.begin(following)
+        self.checks.begin(following, audits=self._is_audited(following))
         for begin in self.begin:
             begin(following)
+
+
+def _pace_of(training: Training) -> AuditPace | None:
+    """Pace of audits, each of which takes a micro-batch at least; None: their interval is given."""
+    audit = training.settings.audit
+    if not audit.enabled or audit.most_interval == audit.interval:
+        return None
+    times = 1 + audit.permutes(training.dims.data)
+    return AuditPace(audit.interval, audit.most_interval, 0, times / int(training.engine.gradient_accumulation_steps()))

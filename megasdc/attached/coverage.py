@@ -55,7 +55,13 @@ def _sections_of(settings: GuardSettings) -> GuardSections:
     off = dict.fromkeys(("recompute", "chain", "finite", "tokens"), False)
     always_on = AlwaysOnSection.model_validate({**sdc.always_on.model_dump(), **off})
     return GuardSections(
-        AuditSection(enabled=audit.enabled, interval=audit.interval, micro_batch="extra", permuted=audit.permuted),
+        AuditSection(
+            enabled=audit.enabled,
+            interval=audit.interval,
+            micro_batch="extra",
+            permuted=audit.permuted,
+            longest_interval=audit.longest_interval,
+        ),
         SdcSection(
             always_on=always_on,
             golden=None if settings.golden.record else sdc.golden,

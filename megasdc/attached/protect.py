@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megasdc.config.guard import GuardSettings
 from megasdc.config.protect import (
+    LONGEST_AUDIT_INTERVAL,
     SLICE_ELEMENTS,
     VERDICTS,
     Gap,
@@ -86,7 +87,8 @@ def expand(settings: GuardSettings, known: Conditions) -> GuardSettings:
 def _wanted(settings: GuardSettings, known: Conditions) -> dict[str, Any]:
     """Values that the word stands for, by path, as far as the conditions allow them.
 
-    Who sets something of audits asks for them, and is told by an error what forbids them.
+    Who sets something of audits asks for them, and is told by an error what forbids them. An interval that is set
+    stays.
     """
     if settings.protect == OFF:
         return {}
@@ -94,6 +96,7 @@ def _wanted(settings: GuardSettings, known: Conditions) -> dict[str, Any]:
     wanted: dict[str, Any] = {
         "audit.enabled": known.audits is None or asked,
         "audit.interval": AUDIT_INTERVAL,
+        "audit.longest_interval": None if "interval" in settings.audit.model_fields_set else LONGEST_AUDIT_INTERVAL,
         "audit.permuted": None if known.replicas is None else known.replicas == 1,
         "sdc.always_on.enabled": True,
         "sdc.always_on.parameters": known.replicas != 1,
@@ -130,7 +133,7 @@ def _covered(settings: GuardSettings, known: Conditions) -> Iterator[str]:
     audit, section, sdc = settings.audit, settings.sdc.always_on, settings.sdc
     if whom := _compared(settings, known):
         what = "of" if audit.submodules is None else "of the submodules in audit.submodules,"
-        when = f"in the first step and every {audit.interval}"
+        when = f"in the first step and every {audit.intervals}"
         yield f"every result {what} a micro-batch compared bit by bit, {whom}, {when}"
     if section.enabled:
         parts = [
@@ -175,16 +178,20 @@ def _compares_parameters(settings: GuardSettings, known: Conditions) -> bool:
 
 
 def _cost(settings: GuardSettings, known: Conditions) -> str:
-    audit, section, parts = settings.audit, settings.sdc.always_on, list[str]()
+    audit, section, parts, thins = settings.audit, settings.sdc.always_on, list[str](), False
     if _compared(settings, known):
-        times = 1 + audit.permutes(known.replicas or 2)
-        share = "" if known.micro_batches is None else f", {times / (known.micro_batches * audit.interval):.2%} of all"
-        parts.append(f"{times} micro-batch{'es' * (times > 1)} more in {audit.interval} steps{share}")
+        times, most = 1 + audit.permutes(known.replicas or 2), audit.most_interval
+        thins, share = most > audit.interval, ""
+        if (number := known.micro_batches) is not None:
+            least = f"{times / (number * most):.2%} to " * thins
+            share = f", {least}{times / (number * audit.interval):.2%} of all"
+        parts.append(f"{times} micro-batch{'es' * (times > 1)} more in {audit.intervals} steps{share}")
     looks = ["rows"] * section.rows + ["slices"] * (section.slice_elements is not None)
     if section.enabled and looks:
         replicas = (1, 2) if known.replicas is None else (known.replicas,)
-        most = " to ".join(sorted({f"{settings.sdc.budget_of(number):.2%}" for number in replicas}))
-        parts.append(f"{' and '.join(looks)} at most {most} of the time as measured, one step in 50 looks at least")
+        limit = " to ".join(sorted({f"{settings.sdc.budget_of(number):.2%}" for number in replicas}))
+        told = f"{' and '.join(looks)}{', audits included,' * thins} at most {limit} of the time as measured"
+        parts.append(f"{told}, one step in 50 looks at least")
     reads = ["the parameters"] * _compares_parameters(settings, known) + ["the gradients"] * settings.nonfinite.enabled
     if reads:
         parts.append(f"one read of {' and of '.join(reads)} a step")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megasdc.config.fields import PositiveInt, Section, asks, section, setting, tunes
 
@@ -168,7 +168,30 @@ class SdcSection(ChecksSection):
         return shlex.join(words)
 
 
-class AuditSection(Section):
+class AuditTimes:
+    """What follows from the fields of audits that runs and guards have."""
+
+    if TYPE_CHECKING:
+        interval: PositiveInt
+        permuted: bool | None
+        longest_interval: PositiveInt | None
+
+    def permutes(self, replicas: int) -> bool:
+        """Whether so many replicas compute audited micro-batches with elements in other places, too."""
+        return replicas == 1 if self.permuted is None else self.permuted
+
+    @property
+    def most_interval(self) -> int:
+        """Largest number of steps from one audit to the next."""
+        return max(self.interval, self.longest_interval or 0)
+
+    @property
+    def intervals(self) -> str:
+        """Text on the number of steps from one audit to the next."""
+        return f"{self.interval}" + (f" to {self.most_interval}" if self.most_interval > self.interval else "")
+
+
+class AuditSection(AuditTimes, Section):
     """Steps in which all replicas compute the same micro-batch, so that every result of it can be compared.
 
     The first step of each start is audited by an extra one, too. With ``permuted`` each rank also compares it with
@@ -219,17 +242,3 @@ class AuditSection(Section):
     def source(self, step: int, replicas: int, factor: int = 1) -> int:
         """Number of the replica whose first micro-batch all replicas compute in an audited step; they take turns."""
         return step // (self.interval * factor) % replicas
-
-    def permutes(self, replicas: int) -> bool:
-        """Whether a run of so many replicas computes audited micro-batches with elements in other places, too."""
-        return replicas == 1 if self.permuted is None else self.permuted
-
-    @property
-    def most_interval(self) -> int:
-        """Largest number of steps from one audit to the next."""
-        return max(self.interval, self.longest_interval or 0)
-
-    @property
-    def intervals(self) -> str:
-        """Text on the number of steps from one audit to the next."""
-        return f"{self.interval}" + (f" to {self.most_interval}" if self.most_interval > self.interval else "")

@@ -10,7 +10,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from megasdc.config.detection import CHECKS, ChecksSection, Policy, PolicySection, StepChecksSection
+from megasdc.config.detection import (
+    ALWAYS_ON,
+    CHECKS,
+    AuditTimes,
+    ChecksSection,
+    Policy,
+    PolicySection,
+    StepChecksSection,
+)
 from megasdc.config.fields import (
     ALWAYS_READ,
     NO_MATTER,
@@ -35,7 +43,6 @@ EARLIER_NAMES = {
 _MEGASDC = "its loop, model, data and ranks are the program's"
 _SUBMODULES = "`audit.submodules` says which are recorded"
 RUNS_ONLY = {
-    "audit.longest_interval": "audits come at `audit.interval`, which no budget makes longer",
     "audit.granularity": "`audit.submodules` says which are compared",
     "audit.micro_batch": "what it compares is always beside training",
     "audit.verify_checkpoints": "when the loop saves is not known; an audit that agrees verifies what was saved before",
@@ -68,7 +75,7 @@ RUNS_ONLY = {
 """Keys and sections of a run's configuration that a guard does not have, and why."""
 
 
-class GuardAuditSection(Section):
+class GuardAuditSection(AuditTimes, Section):
     """Batches that all replicas compute alike, beside training, so that every result of them can be compared."""
 
     needs = tunes("audit.enabled")
@@ -87,11 +94,13 @@ class GuardAuditSection(Section):
         "finds a unit that is wrong each time; audits of one replica need it; null: where there is one replica.",
         needs=asks("audit.enabled"),
     )
+    longest_interval: PositiveInt | None = setting(
+        None,
+        "Steps up to which `interval` is doubled while audits take more than half of `sdc.budget`, of which they are "
+        "part then; null: it never is.",
+        needs=asks("audit.enabled", ALWAYS_ON, "sdc.always_on.rows or sdc.always_on.slice_elements"),
+    )
     seed: NonNegativeInt = setting(1234, "Of what the batches draw themselves, such as dropout.")
-
-    def permutes(self, replicas: int) -> bool:
-        """Whether a training of so many replicas computes batches with elements in other places, too."""
-        return replicas == 1 if self.permuted is None else self.permuted
 
 
 class GuardPolicySection(PolicySection):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import megasdc
 from megasdc.attached import attach as attached
+from megasdc.attached.batch_replayer import BatchReplayer
 from megasdc.common.errors import ConfigError
 from megasdc.events import read_events
 from megasdc.sdc.incident import load_incidents
@@ -205,3 +207,30 @@ def test_a_trainer_of_hugging_face_is_protected_by_the_word(tmp_path: Path) -> N
     assert closed.fields == {"steps": STEPS, "audits": 3, "agreed": 3, "findings": 0}
     ((_, incident),) = load_incidents(tmp_path / "wrong" / "guard" / "reports", [])
     assert ([one.rank for one in incident.flagged], incident.done) == ([1], "halted")
+
+
+def _thinned(folder: str) -> int:
+    """Body of a rank: audits, which take a second longer on one rank, in 13 steps."""
+    compute = BatchReplayer.compute
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(dist.get_rank())
+        return compute(*args, **options)
+
+    settings = {"logging": {"run_dir": folder}, "audit": {"interval": 1, "longest_interval": 8}, "sdc": {"budget": 0.3}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchReplayer, "compute", slow)
+        engine = llama_engine(deepspeed_config(1, "fp32"))
+        with contextlib.closing(megasdc.attach(engine, settings, protect="standard")) as guard:
+            train(engine, 13, dist.get_rank())
+    return guard.audits
+
+
+def test_audits_come_more_rarely_while_they_take_too_much(tmp_path: Path) -> None:
+    """At the start every 4, since one is half of a step at least; every 8 once it was measured on the slowest rank."""
+    assert run_distributed(_thinned, 2, str(tmp_path)) == [3, 3], "steps 1, 4 and 8"
+    (told,) = read_events(tmp_path, kind="sdc", name="audit_interval")
+    assert told.fields["interval"] == 8 and told.fields["cost"] > 0.6 and 4 < told.step < 8
+    assert (
+        "audits every 1 to 8 steps" in next(iter(read_events(tmp_path, kind="guard", name="attached"))).fields["checks"]
+    )

@@ -69,7 +69,7 @@ def test_a_fault_is_found_named_and_repaired(tmp_path: Path) -> None:
     [
         (("--num-ranks", "2", "--set", "megasdc.parallel.pipeline=2"), "start at least 4 ranks"),
         (("--step", "20"), "a fault in step 20 with a step after it needs 21"),
-        (("--set", "megasdc.determinism.enabled=false"), "determinism.enabled"),
+        (("--set", "megasdc.determinism.enabled=false"), "a drill needs audits, and this run has none"),
     ],
 )
 def test_what_allows_no_drill_is_refused(tmp_path: Path, options: tuple[str, ...], said: str) -> None:

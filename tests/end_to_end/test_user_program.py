@@ -210,12 +210,15 @@ def hosts(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def supervise(hosts: Cluster, folder: Path, ranks: int, *script: str) -> tuple[subprocess.Popen[str], Path]:
+def supervise(
+    hosts: Cluster, folder: Path, ranks: int, *script: str, protect: str = "off"
+) -> tuple[subprocess.Popen[str], Path]:
     """Start a supervised training on the first hosts; what it says goes to a file."""
     command = ("--hostfile", str(hosts.hostfile()), "--num_nodes", str(ranks), "train.py", "--steps", "30", *script)
     log = folder / "log"
     with open(log, "ab") as file:
         options = ("--config", settings(folder), "--set", "health.slow_floor_s=9", "--supervise")
+        options += () if protect == "off" else ("--protect", protect)
         argv = words(*options, command=command)
         return hosts.popen("node1", argv, cwd=str(folder), stdout=file, stderr=file), log
 
@@ -230,8 +233,10 @@ def kinds_of(folder: Path) -> list[tuple[str, tuple[str, ...]]]:
 def test_a_training_goes_on_by_itself_after_a_lost_host(
     hosts: Cluster, folder: Path, without_megasdc: Callable[[int], str]
 ) -> None:
-    """A host is powered off: a spare takes its place, the script goes on from its checkpoint, to the same bits."""
-    process, log = supervise(hosts, folder, 2)
+    """A host is powered off: a spare takes its place, the script goes on from its checkpoint, to the same bits; the
+    word protects it in each attempt.
+    """
+    process, log = supervise(hosts, folder, 2, protect="standard")
     end = time.monotonic() + 120
     while "took step 12" not in log.read_text():
         assert process.poll() is None and time.monotonic() < end, log.read_text()
@@ -240,6 +245,9 @@ def test_a_training_goes_on_by_itself_after_a_lost_host(
     assert process.wait(timeout=300) == 0, log.read_text()
     assert kinds_of(folder) == [("host_lost", ("node2",)), ("done", ())]
     assert digest_of(log.read_text()) == without_megasdc(2)
+    told = [one.fields["word"] for one in read_events(folder / "runs" / "train", kind="start", name="protection")]
+    *_, closed = read_events(folder / "runs" / "train", kind="guard", name="closed")
+    assert told == ["standard", "standard"] and closed.fields["findings"] == 0
 
 
 @pytest.mark.full

@@ -59,7 +59,7 @@ def flat(settings: GuardSettings, known: Conditions) -> dict[str, Any]:
 def test_each_word_adds_what_it_promises_and_off_nothing() -> None:
     """With two replicas, with one, before anything is known, and where an engine forbids much; strict ends always."""
     steps = {f"sdc.always_on.{name}": one for name, one in (("enabled", True), ("rows", True))}
-    slices = {"sdc.always_on.slice_elements": 16384}
+    slices = {"sdc.always_on.slice_elements": 16384, "audit.longest_interval": 1000}
     assert flat(build(), TWO) == {**steps, **slices}
     alone = {"audit.permuted": True, "sdc.always_on.parameters": False}
     assert flat(build(), ONE) == {**steps, **slices, **alone}
@@ -131,7 +131,9 @@ def test_differences_and_costs_are_told() -> None:
         "protect standard, set in another way by you: audit.interval 5 (preset: 100); sdc.budget 0.1 (preset: null)"
     )
     assert "1 micro-batch more in 5 steps, 5.00% of all; rows and slices at most 10.00%" in cost
-    assert "2 micro-batches more in 100 steps, 0.50% of all" in guard_start_lines(expand(build(), ONE), ONE)[1]
+    cost = guard_start_lines(expand(build(), ONE), ONE)[1]
+    assert "2 micro-batches more in 100 to 1000 steps, 0.05% to 0.50% of all" in cost
+    assert "rows and slices, audits included, at most 2.00%" in cost
     known = Conditions(replicas=2, deterministic=True)
     assert "another start" not in guard_start_lines(expand(build(), known), known)[2]
 
