@@ -127,7 +127,7 @@ def list_archive(address: Address, run: RunId = None, as_json: Json = False) -> 
 
 
 @archive_app.command("verify", epilog="Example: megasdc archive verify /backup/archive")
-def verify_archive(
+def verify_archive_command(
     address: Address,
     delete_damaged: Annotated[
         bool,

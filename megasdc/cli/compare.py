@@ -119,7 +119,7 @@ def compare(
 
 
 @app.command("compare-traces", epilog="Example: megasdc compare-traces runs/a runs/b --picture difference.html")
-def compare_runs(
+def compare_traces_command(
     context: typer.Context,
     runs: Annotated[
         list[Path], typer.Argument(metavar="A B [C ...]", help="Run folders, or folders of trace files.", **_NOTED)
@@ -197,7 +197,9 @@ def _script(command: Any, example: str) -> typer.Typer:
 checkpoints_script = _script(
     compare, "python tools/compare_checkpoints.py runs/a/checkpoints/step_00000100 runs/b/.../step_00000100"
 )
-traces_script = _script(compare_runs, "python tools/compare_traces.py runs/a runs/b --picture difference.html")
+traces_script = _script(
+    compare_traces_command, "python tools/compare_traces.py runs/a runs/b --picture difference.html"
+)
 
 
 def compare_checkpoints_main() -> None:
