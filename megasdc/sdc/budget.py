@@ -69,7 +69,11 @@ class AuditPace:
 
     def share(self, cost: float, factor: int) -> float:
         """Share of all steps that audits take."""
-        return cost / (self.interval * factor) + (cost / self.after_saves if self.after_saves else 0.0)
+        return cost / (self.interval * factor) + self.share_after_saves(cost)
+
+    def share_after_saves(self, cost: float) -> float:
+        """Share of all steps that audits after saves take, which no budget makes rarer."""
+        return cost / self.after_saves if self.after_saves else 0.0
 
 
 @dataclass(frozen=True)
@@ -361,7 +365,8 @@ class CheckBudget:
         if now > budget and is_least and not self._warned:
             self._warned = True
             if host.dims.rank == 0:
-                logger.warning("%s", beyond(self._shares, budget, self.cadence))
+                after_saves = self._pace.share_after_saves(self._audit_cost) if self._pace else 0.0
+                logger.warning("%s", beyond(self._shares, budget, self.cadence, after_saves))
 
 
 class _Times(NamedTuple):
@@ -383,20 +388,25 @@ def _total(steps: Iterable[_Times]) -> _Times:
     return _Times._make(sum(column) for column in zip(_Times(), *steps, strict=True))
 
 
-def beyond(shares: TimeShares, budget: float, cadence: Cadence = Cadence(1, MOST_EVERY)) -> str:
+def beyond(
+    shares: TimeShares, budget: float, cadence: Cadence = Cadence(1, MOST_EVERY), after_saves: float = 0.0
+) -> str:
     """Message that checks cannot be kept within a budget, with the reason and what to do.
 
     Args:
         cadence: the rarest that may be chosen.
+        after_saves: share of audits after saves, which is a part of that of audits.
     """
     needs = "every step needs" if cadence.apart == 1 else f"ranks compare in every {cadence.apart}. step"
-    advice = (
-        "A longer audit.interval or larger micro-batches cost"
-        if round(shares.audits, 4)
-        else "Larger micro-batches cost"
-    )
+    parts = {
+        "Larger micro-batches": (shares.fixed * cadence.compare_rate, f"of what {needs}"),
+        "A longer audit.interval": (max(shares.audits - after_saves, 0.0), "of audits"),
+        "A longer checkpoint.interval": (after_saves, "of audits after checkpoints"),
+        "": ((shares.look + shares.slice) / MOST_EVERY, "of looks"),
+    }
+    told = ", ".join(f"{share:.2%} is {what}" for share, what in parts.values() if round(share, 4) or not what)
+    advice = max((one for one in parts if one), key=lambda one: parts[one][0])
     return (
         f"checks take more than sdc.budget ({budget:.2%} of a step), though only one step in {MOST_EVERY} looks: "
-        f"{shares.fixed * cadence.compare_rate:.2%} is of what {needs}, {shares.audits:.2%} of audits, "
-        f"{(shares.look + shares.slice) / MOST_EVERY:.2%} of looks. {advice} less"
+        f"{told}. {advice} cost{'s' * advice.startswith('A ')} less"
     )

@@ -62,8 +62,16 @@ def test_everything_is_looked_at_within_the_period(cadence: Cadence, number: int
     assert cadence.every == 1 or not any(cadence.slices(step) and cadence.looked_at(step, number) for step in range(99))
 
 
-def test_advice_is_of_what_takes_time() -> None:
-    """Audits that take nothing are not to be made more rarely."""
-    for audits, advised in ((0.0, False), (0.00001, False), (0.02, True)):
-        told = beyond(TimeShares(0.03, audits, 0.1, 0.1), 0.01)
-        assert ("longer audit.interval" in told) is advised and told.endswith("arger micro-batches cost less")
+def test_advice_is_of_what_takes_most_time() -> None:
+    """Audits that take nothing are not to be made more rarely, nor are others where those after checkpoints cost."""
+    for audits, after_saves, advice in (
+        (0.0, 0.0, "Larger micro-batches cost less"),
+        (0.00001, 0.0, "Larger micro-batches cost less"),
+        (0.02, 0.0, "Larger micro-batches cost less"),
+        (0.04, 0.0, "A longer audit.interval costs less"),
+        (0.07, 0.06, "A longer checkpoint.interval costs less"),
+    ):
+        told = beyond(TimeShares(0.03, audits, 0.1, 0.1), 0.01, after_saves=after_saves)
+        assert told.endswith(f". {advice}")
+        assert ("6.00% is of audits after checkpoints" in told) is (after_saves > 0), told
+        assert ("of audits," in told) is (audits - after_saves > 0.001), told
