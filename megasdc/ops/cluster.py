@@ -40,6 +40,7 @@ OWN_FOLDERS = (Path("/dev/shm"), Path("/run"))
 """Memory of each host: nothing in it is seen by another one."""
 POLL_S = 0.01
 DRAIN_S = 0.1
+CLOSE_S = 10.0
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 OF_PROCESS_IDS = 0x20000000
 """Flag of ``clone``: CLONE_NEWPID."""
@@ -256,12 +257,19 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Power everything off; safe to call twice."""
-        for process in self._processes.values():
+        """Power everything off, and wait until no process of a host is left; safe to call twice."""
+        for name, process in self._processes.items():
             if process.poll() is None:
-                process.kill()  # --kill-child takes the namespace's first process down, the kernel the rest
-        for process in self._processes.values():
+                with contextlib.suppress(ProcessLookupError):  # the kernel takes the host's others down with its first
+                    os.kill(self._first_pid.get(name, process.pid), signal.SIGKILL)
+        for _, process in self._started:
             process.wait()
+        for process in self._processes.values():
+            try:
+                process.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:  # somebody else does not read the exit code of one that he has started
+                process.kill()
+                process.wait()
         for log in self._logs:
             log.close()
         self._logs.clear()
