@@ -45,8 +45,10 @@ def settings(folder: Path, **sections: Any) -> str:
 
 
 def words(*options: str, command: tuple[str, ...], python: str | Path = sys.executable) -> list[str]:
-    """A command line of ``megasdc run``."""
-    return [str(python), "-m", "megasdc", "run", *options, "--", "deepspeed", *command]
+    """A command line of ``megasdc run``: a user's own, or that of another Python."""
+    own = python == sys.executable
+    program = [str(Path(sys.executable).with_name("megasdc"))] if own else [str(python), "-m", "megasdc"]
+    return [*program, "run", *options, "--", "deepspeed", *command]
 
 
 def run(folder: Path, *options: str, python: str | Path = sys.executable, ranks: int = 2) -> Any:
@@ -122,7 +124,9 @@ def test_one_word_protects_a_script_that_knows_no_megasdc(
 ) -> None:
     """Audited and checked it ends with the bits of `deepspeed` alone; a weight that changes on one rank of three ends
     it, by a documented code, with that rank's name. What cannot be guarded is refused. Those that fail are forks.
+    A folder beside the script that has the package's name, as a clone may, is not taken for it.
     """
+    (folder / "megasdc").mkdir()
     done = run(folder, "--protect", "standard")
     assert done.returncode == 0 and digest_of(done.stdout) == without_megasdc(2), done.stderr
     (start,) = read_events(folder / "runs" / "train", kind="start", name="protection")

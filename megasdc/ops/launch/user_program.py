@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> None:
     """
     *extra, text = argv
     settings = json.loads(text)
+    _take_installed_package()
     rank, run_dir, own = int(os.environ["RANK"]), Path(settings["run_dir"]), os.getpid()
     follow_parent()
     durable.set_limit(settings["wait_for_room_s"])
@@ -85,6 +87,23 @@ def main(argv: Sequence[str]) -> None:
     end["end"] = None if end["code"] else "its program has ended"
     if end["code"]:
         sys.exit(end["code"])
+
+
+def _take_installed_package() -> None:
+    """Have ``import megasdc`` mean this package where Python has taken a folder of that name in its place.
+
+    A folder `megasdc` without ``__init__.py`` where the program starts, such as a clone of the repository, comes before
+    a package that is installed with ``pip install --editable``.
+    """
+    taken = sys.modules["megasdc"]
+    if taken.__file__ is not None:
+        return
+    folder = Path(__file__).parents[2]
+    spec = spec_from_file_location("megasdc", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    assert spec is not None and spec.loader is not None
+    package = sys.modules["megasdc"] = module_from_spec(spec)
+    vars(package).update({name: one for name, one in vars(taken).items() if isinstance(one, ModuleType)})
+    spec.loader.exec_module(package)
 
 
 def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
