@@ -30,9 +30,11 @@ from megasdc.attached.engine import (
     check_conditions,
     check_engine,
     check_environment_for,
+    check_still_plain,
     conditions_of,
     dims_of,
     engine_precision,
+    refuse_compiling,
 )
 from megasdc.attached.golden import GuardGolden
 from megasdc.attached.lifetime import Lifetime, say
@@ -238,6 +240,7 @@ class Guard:
             self._left = None if trial is None else trial.steps
             """Steps until a trial ends."""
             if any(part.acts for part in self._parts):
+                self._undo.callback(refuse_compiling(engine))
                 engine._take_model_step = partial(self._before, engine._take_model_step)
                 self._undo.callback(vars(engine).pop, "_take_model_step")
         except BaseException:
@@ -427,9 +430,11 @@ class Guard:
             CorruptionExit: on all ranks, where the policy is to halt; the step is not taken.
             NonFiniteExit: likewise, for NaN or Inf in gradients.
             SystemExit: the last step of a trial was taken.
+            ConfigError: the model was compiled meanwhile.
         """
         step = self._training.step
         try:
+            check_still_plain(self._training.engine)
             for part in self._parts:
                 for found in part.before_step(step):
                     self._act(step, found, part.what, trained_on=part.trained_on)

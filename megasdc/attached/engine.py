@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def check_engine(engine: Any) -> None:
         problems.append(ZERO3)
     if engine.optimizer is None:
         problems.append("engine: it has no optimizer; a guard acts before optimizer steps.")
-    if engine.is_compiled or any(map(_is_compiled, engine.module.modules())):
+    if any(map(_is_compiled, (engine, *engine.module.modules()))):
         problems.append(COMPILED)
     if engine.has_moe_layers:
         problems.append("engine: its model has experts on different ranks, whose parameters are no copies.")
@@ -160,6 +161,34 @@ def engine_precision(engine: Any) -> str:
     return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
 
 
+def refuse_compiling(engine: Any) -> Callable[[], None]:
+    """Have ``engine.compile`` raise ConfigError from now on, as attaching to a compiled engine does.
+
+    Returns:
+        A function that undoes it.
+    """
+
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise ConfigError(COMPILED)
+
+    vars(engine)["compile"] = refuse
+    return partial(vars(engine).pop, "compile", None)
+
+
+def check_still_plain(engine: Any) -> None:
+    """Refuse an engine whose model was compiled since a guard was attached.
+
+    Raises:
+        ConfigError: it was, the whole model at once.
+    """
+    if _is_compiled(engine) or _is_compiled(engine.module):
+        raise ConfigError(COMPILED)
+
+
 def _is_compiled(module: Any) -> bool:
-    """Whether ``torch.compile`` or ``Module.compile`` was used on a module."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    """Whether ``torch.compile``, ``Module.compile`` or an engine's own ``compile`` was used on a module."""
+    return (
+        module._compiled_call_impl is not None
+        or type(module).__name__ == "OptimizedModule"
+        or getattr(module, "is_compiled", False) is True
+    )
