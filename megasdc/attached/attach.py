@@ -331,8 +331,8 @@ class Guard:
             parts.append(self._close_with_guard(GuardBounds(training)))
         if self._slices is not None:
             parts.append(self._slices.unclipped)
+        self._saves.after_load = self._go_on
         if self._budget is not None:
-            self._saves.after_load = self._go_on
             parts.append(self._budget)
         return parts
 
@@ -351,6 +351,8 @@ class Guard:
 
     def _go_on(self) -> None:
         """Begin again after a checkpoint was loaded, whose state is not what the last step has left."""
+        if self._audit is not None:
+            self._audit.go_on()
         if self._slices is not None:
             self._slices.forget()
         if self._budget is not None:

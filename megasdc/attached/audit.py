@@ -323,6 +323,11 @@ class GuardAudit(Protection):
         if self._dims.rank == 0:
             logger.warning("guard: nothing is audited, and no checkpoint verified: %s", reason)
 
+    def go_on(self) -> None:
+        """Begin again after a checkpoint was loaded; if nothing was audited before, the next step is the first."""
+        if self.count == 0:
+            self._first = self._training.step
+
     def is_audit(self, step: int) -> bool:
         """Whether a step is audited; the same on all ranks."""
         return self._source(step) is not None

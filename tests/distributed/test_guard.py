@@ -650,13 +650,21 @@ def _changed_meanwhile(folder: str) -> list[Any]:
     train(one, 2, dist.get_rank())
     found += [guard.audits, one.global_steps]
     guard.close()
+    fresh = _engine()
+    late = megasdc.attach(fresh, _settings(f"{folder}/late", audit={"interval": 50}))
+    fresh.load_checkpoint(f"{folder}/saved")
+    train(fresh, 1, dist.get_rank())
+    found.append(late.audits)
+    late.close()
     beside.close()
     return found
 
 
 def test_a_training_may_evaluate_load_and_be_guarded_again(tmp_path: Path) -> None:
-    """Audits are at the steps that the engine counts; a step of a trace that was recorded as another is left out."""
-    assert run_distributed(_changed_meanwhile, 2, str(tmp_path)) == [[2, 2, 2, 4, 6]] * 2
+    """Audits are at the steps that the engine counts, and after a load the first is the next; a step of a trace that
+    was recorded as another is left out.
+    """
+    assert run_distributed(_changed_meanwhile, 2, str(tmp_path)) == [[2, 2, 2, 4, 6, 1]] * 2
     agreed = [one.step for one in read_events(tmp_path / "one", kind="audit", name="agreed")]
     assert agreed == [1, 2, 5, 6, 5, 6]
     (left_out,) = read_events(tmp_path / "one", kind="trace", name="left_out")
