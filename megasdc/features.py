@@ -13,7 +13,7 @@ import torch
 from megasdc.common.errors import StorageError
 from megasdc.config.model import ffn_width
 from megasdc.config.protect import start_lines
-from megasdc.config.sections import StudySection
+from megasdc.config.sections import OFF, StudySection
 from megasdc.engine.hooks import Hook, Slot
 from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.names import peak_tflops
@@ -443,8 +443,11 @@ def _build_detection(start: Start, writer: MetricsWriter | None) -> StepChecker 
     plan = plan_checks(config, run.engine, run.loader.dataset.vocab_size, speed, run.host_group)
     if run.dims.rank == 0:
         table = coverage_table(config, run.engine, plan, plan.cadence)
-        logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
+        level = logging.INFO if start.sections.protect == OFF else logging.DEBUG  # the word has lines of its own
+        for line in ("coverage of silent data corruption:\n" + "\n".join(table), *plan.lines):
+            logger.log(level, "%s", line)
         run.events.emit("start", "coverage", step=run.step, table=table)
+        run.events.emit("start", "checks", step=run.step, coverage=plan.lines)
     return build_detection(config, run, start.batches, start.signals, start.injection.injector, plan, writer)
 
 
@@ -570,6 +573,7 @@ def _say_protection(start: Start, memory: MemoryCheckpoints | None) -> None:
     if run.dims.rank == 0 and lines:
         for line in lines:
             logger.info("%s", line)
+        logger.info("what sees which phase of a step, and when: megasdc coverage --config FILE --world-size N")
         run.events.emit("start", "protection", step=run.step, word=start.sections.protect, lines=lines)
 
 

@@ -253,7 +253,8 @@ class Guard:
             table = self._coverage({})
             training.events.emit_on_rank_0("start", "coverage", step=training.step - 1, table=table)
             if self.dims.rank == 0:
-                logger.info("coverage of silent data corruption:\n%s", "\n".join(table))
+                level = logging.INFO if training.settings.protect == OFF else logging.DEBUG
+                logger.log(level, "coverage of silent data corruption:\n%s", "\n".join(table))
         self._lifetime = Lifetime(training, self._checks(), says=trial is None)
         self._at_end = weakref.finalize(self, self._lifetime.end)
         self._say_protection()

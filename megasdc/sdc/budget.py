@@ -172,12 +172,11 @@ class CheckBudget:
         whole: whether each step looks at all that it has, as the plan says.
         audit_factor: number by which the interval of audits is multiplied now; the same on all ranks.
         replays: stopwatch of replays in a stage's waiting time; what they add to a usual step counts as an audit's.
-        lines: lines of the plan.
         fields: times of the step before, which are reduced over all ranks in each step.
     """
 
     def __init__(self, plan: CheckPlan, engine: BudgetedEngine, writer: MetricsWriter | None = None) -> None:
-        self._writer, self._engine, self.lines, self.whole = writer, engine, plan.lines, plan.whole
+        self._writer, self._engine, self.whole = writer, engine, plan.whole
         nothing = TimeShares(0.0, 0.0, 0.0, 0.0)
         self._cadence, self._share, self._thins = plan.cadence, plan.budget, plan.thins
         self._shares = plan.expected or nothing
@@ -340,7 +339,7 @@ class CheckBudget:
         if host.dims.rank == 0:
             interval = pace.interval * self.audit_factor
             host.events.emit("sdc", "audit_interval", step=step, interval=interval, cost=cost, budget=budget)
-            logger.info("audits every %d steps from now on: one takes %.2g%% of a step", interval, 100 * cost)
+            logger.info("audits every %d steps from now on: one takes %.3g steps", interval, cost)
 
     def _adjust(self, host: Host, step: int, budget: float) -> None:
         now = self.cadence.share(self._shares)
@@ -397,7 +396,7 @@ def beyond(
         cadence: the rarest that may be chosen.
         after_saves: share of audits after saves, which is a part of that of audits.
     """
-    needs = "every step needs" if cadence.apart == 1 else f"ranks compare in every {cadence.apart}. step"
+    needs = "every step needs" if cadence.apart == 1 else f"ranks compare in one step in {cadence.apart}"
     parts = {
         "Larger micro-batches": (shares.fixed * cadence.compare_rate, f"of what {needs}"),
         "A longer audit.interval": (max(shares.audits - after_saves, 0.0), "of audits"),

@@ -337,10 +337,6 @@ class StepChecker(Hook):
             self._policy.settings.start()
         if self.place is not None:
             self.place.start()
-        if run.dims.rank == 0:
-            for line in self.budget.lines:
-                logger.info("%s", line)
-            run.events.emit("start", "checks", step=run.step, coverage=self.budget.lines)
         if left:
             self._report_weaker(left)
         if self._golden_at_start:

@@ -192,7 +192,7 @@ def test_comparisons_follow_what_they_take(
     assert 5 in told and told[-1] == 1
     _compared(one, run, clock, 300, 0.9)
     assert one.cadence.apart == budget.MOST_EVERY
-    assert "ranks compare in every 50. step" in caplog.text
+    assert "ranks compare in one step in 50" in caplog.text
 
 
 def test_a_step_with_a_finding_does_not_count(run: Any, clock: Clock) -> None:
