@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -370,6 +371,8 @@ class _Command:
             sys.executable = self.python
             sys.path[:0] = filter(None, self.settings.get("PYTHONPATH", "").split(os.pathsep))
         atexit._clear()  # what the server would do at its end
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+        weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
         program, *arguments = self.words
         code = processes.run_main(program, arguments, self.settings)
         atexit._run_exitfuncs()

@@ -123,7 +123,8 @@ def test_one_word_protects_a_script_that_knows_no_megasdc(
     folder: Path, without_megasdc: Callable[[int], str], programs: Path
 ) -> None:
     """Audited and checked it ends with the bits of `deepspeed` alone; a weight that changes on one rank of three ends
-    it, by a documented code, with that rank's name. What cannot be guarded is refused. Those that fail are forks.
+    it, by a documented code, with that rank's name. A bug of its own ends the guard as failed. What cannot be guarded
+    is refused. Those that fail are forks.
     A folder beside the script that has the package's name, as a clone may, is not taken for it.
     """
     (folder / "megasdc").mkdir()
@@ -139,6 +140,12 @@ def test_one_word_protects_a_script_that_knows_no_megasdc(
     assert found.returncode == 73, found.stderr
     ((_, incident),) = load_incidents(folder / "runs" / "train" / "reports", [])
     assert (incident.step, [one.rank for one in incident.flagged], incident.done) == (8, [1], "halted")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "fault_fail_0_3").touch()
+    failed = run(folder, "--protect", "standard", ranks=1, python=programs / "python")
+    assert failed.returncode == 1 and "guard: closed" not in failed.stdout + failed.stderr, failed.stderr
+    (*_, ended) = read_events(folder / "runs" / "train", kind="end", name="failed")
+    assert ended.fields["message"] == "ValueError: a bug of the user's"
     text = (folder / "train.py").read_text()
     (folder / "train.py").write_text(text.replace('"stage": 1', '"stage": 3'))
     refused = run(folder, "--protect", "standard", python=programs / "python")

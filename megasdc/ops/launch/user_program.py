@@ -213,6 +213,7 @@ def _run(settings: Mapping[str, Any], extra: Sequence[str]) -> tuple[int, BaseEx
         return INTERRUPTED, error
     except BaseException as error:
         raised = error.with_traceback(_without_own_frames(error))  # hooks of libraries look there
+        sys.last_type, sys.last_value, sys.last_traceback = type(raised), raised, raised.__traceback__  # as Python does
         _try_print(lambda: sys.excepthook(type(raised), raised, raised.__traceback__))
         return error.exit_code if isinstance(error, MegasdcError) else 1, error
     return 0, None
