@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.addresses import BACKWARD, FORWARD, MICRO_BATCH_PHASES, PARAMETER, REDUCED_GRAD, UPDATE, Address
-from megasdc.config.faults import TOKENS
 from megasdc.config.load import parse_config
-from megasdc.faults.injector import Firing
 from megasdc.parallel.dims import ParallelDims
 from megasdc.sdc.trace import Trace
 from megasdc.sdc.verdict import MAJORITY as RELATIVE
@@ -35,7 +33,7 @@ from tools.bench.detection.live_cases import (
     deal_rows,
     weights_of_rows,
 )
-from tools.bench.detection.live_rank import detecting, differs_from_repeat, is_read, live_config
+from tools.bench.detection.live_rank import detecting, differs_from_repeat, live_config
 from tools.bench.detection.live_today import compare_with_today
 from tools.bench.detection.live_trial import LiveTrial, Named
 from tools.bench.detection.options import LiveOptions
@@ -145,19 +143,6 @@ def test_self_replay_compares_with_the_first_repeat() -> None:
     assert not differs_from_repeat(Trace(places, [1, 2]))
     assert not differs_from_repeat(Trace(places * 3, [1, 2, 1, 2, 1, 9]))
     assert differs_from_repeat(Trace(places * 2, [1, 2, 1, 9]))
-
-
-def test_ids_of_another_part_of_the_vocabulary_are_not_read() -> None:
-    """A tensor rank reads an id if it is, or becomes, one of its own part; other results are always read."""
-
-    def firing(rank: int, phase: str, before: float, after: float) -> Firing:
-        address = Address(4, 0, phase, "tokens", "tokens")
-        values = ((0,), (0,), (0,), (before,), (after,))
-        return Firing(0, "bit_flip", address, rank, "int64", (1, 32), 1, 1, *values)
-
-    assert [is_read(firing(rank, TOKENS, 5.0, 7.0), 2, 256) for rank in (0, 1, 2, 3)] == [True, False, True, False]
-    assert [is_read(firing(rank, TOKENS, 127.0, 128.0), 2, 256) for rank in (0, 1)] == [True, True]
-    assert is_read(firing(1, FORWARD, 5.0, 7.0), 2, 256)
 
 
 def test_rules_of_today() -> None:

@@ -88,7 +88,7 @@ class LiveResult(CampaignResult):
     def _exact_checks(self) -> Report:
         yield from self.count_tables()
         yield (
-            "no bit: the fault changed none that the rank reads; rank: exactly the harmed ranks were named; place: "
+            "no bit: the fault changed none; rank: exactly the harmed ranks were named; place: "
             "with first submodule and direction; unnamed: somebody is wrong, but nobody can be named; wrong: a healthy "
             "rank was named"
         )

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasdc.common.addresses import WEIGHT_GRAD, Address
-from megasdc.config.faults import TOKENS
 from megasdc.config.load import RunConfig, parse_config
 from megasdc.config.sections import TraceSection
 from megasdc.data.loader import MicroBatchLoader, StepBatches
@@ -31,7 +30,6 @@ from megasdc.faults.drill import build_injector, watch_for_faults
 from megasdc.faults.injector import Firing, Injector
 from megasdc.faults.stored import StateFaults
 from megasdc.model.randomness import mix
-from megasdc.model.sizes import padded_vocab_size
 from megasdc.model.submodules import list_submodules
 from megasdc.parallel.collectives import gather_objects
 from megasdc.parallel.dims import ParallelDims
@@ -179,7 +177,6 @@ class LiveCampaign:
         modes = (AUDITED, GOLDEN, CHECKED, EVERYTHING, PERMUTED, SUMMED)
         self._configs = {name: detecting(raw, name, golden) for name in modes}
         self._stream = RandomTokens(request["seed"], 100_000)
-        self._padded = padded_vocab_size(VOCABULARY, config.megasdc.model.vocab_multiple)
         self._events = KeptEvents(self._folder, self.dims.rank)
         self._signals = StopSignals()
         self.draw = random.Random(request["seed"])
@@ -325,7 +322,7 @@ class LiveCampaign:
 
         It may change only what is computed elsewhere, or what is in a slice one step later: then either is right.
         """
-        changes = [_changes_what_is_read(one, self.dims.tensor, self._padded) for one in of_rank]
+        changes = [bool(one.changed) for one in of_rank]
         if found and (case.row in SLICED or case.mode in (PERMUTED, EVERYTHING)):
             return any(changes)
         return bool(changes) and all(changes if case.row in SLICED else changes[:1])
@@ -366,22 +363,6 @@ def _change(firing: Firing) -> float:
 
 def _done(firing: Firing) -> tuple[Any, ...]:
     return firing.indices, firing.bits_before, firing.bits_after
-
-
-def _changes_what_is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:
-    return bool(firing.changed) and is_read(firing, tensor, padded_vocab)
-
-
-def is_read(firing: Firing, tensor: int, padded_vocab: int) -> bool:
-    """Whether a rank reads the value that a fault changed; of ids it reads those of its part of the vocabulary.
-
-    ``padded_vocab`` counts entries over all tensor ranks.
-    """
-    if firing.address.phase != TOKENS:
-        return True
-    part = padded_vocab // tensor
-    first = part * (firing.rank % tensor)
-    return any(first <= one < first + part for one in (*firing.before, *firing.after))
 
 
 def differs_from_repeat(trace: Trace) -> bool:
