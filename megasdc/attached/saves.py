@@ -244,6 +244,7 @@ class SaveMarks(Protection):
         self._count += 1
         if self._on_all(are_finite(self._state()))[0]:
             self._waiting.append((step, folder))
+            self._emit("guard", "saved", step=step, path=str(folder.absolute()))
         else:
             self._emit("warning", "checkpoint_not_finite", step=step, path=str(folder))
             if self._place.leader:

@@ -225,6 +225,9 @@ def test_checkpoints_before_an_agreement_are_marked(tmp_path: Path) -> None:
     assert f"Go on from {saved / 'global_step1'}" in page.read_text()
     assert (tmp_path / "alert").read_text() == page.with_suffix(".json").read_text()
     assert [one.step for one in read_events(tmp_path, kind="verify", name="checkpoint")] == [1]
+    assert summarize_run(tmp_path).checkpoints == [
+        str(saved / tag) for tag in ("global_step1", "third", "global_step4")
+    ]
 
 
 def _resumed(folder: str) -> list[Any]:

@@ -153,6 +153,7 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
         sections = parse_config(run.config, source=str(folder / CONFIG_FILE), stored=True).megasdc
     named = None if sections is None else sections.checkpoint.folder
     checkpoints = Path(named or folder / "checkpoints")
+    saves = _saves_of_guard(run) if guard else sorted(map(str, checkpoints.glob("step_*")))
     rates = sorted(row["speed/tokens_per_s"] for row in trained)
     evals = [row["eval/loss"] for row in rows if "eval/loss" in row]
     first, last = (trained[0], trained[-1]) if trained else ({}, {})
@@ -169,7 +170,7 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
         skipped_steps=last.get("train/skipped_steps", 0),
         resumed_from=sorted({one.step for one in run.of("resume", "checkpoint") if one.step is not None}),
         changed_settings=[_change_text(event) for event in run.of("resume", "changed")],
-        checkpoints=sorted(str(path) for path in checkpoints.glob("step_*")),
+        checkpoints=saves,
         stragglers=_stragglers(run),
         weaker=list(dict.fromkeys(map(_weaker, run.of("sdc", *_WEAKER)))),
         failure=_failure(run, run.ending, checkpoints) if failed and run.ending is not None else None,
@@ -208,6 +209,10 @@ def _failure(run: RunRecord, ending: LaunchEnding, checkpoints: Path) -> LaunchF
         page, suspects = str(hang.path), [f"{one.label} ({one.doing})" for one in hang.named] or list(hang.hosts)
     verified, way = None, None
     of_guard = next((one.verified_checkpoint for _, one in reversed(recent) if one.script is not None), None)
+    if of_guard is None and (saves := _saves_of_guard(run)):
+        from megasdc.attached.saves import MARK  # imports torch
+
+        of_guard = next((one for one in reversed(saves) if Path(one, MARK).exists()), None)
     if any(checkpoints.glob("step_*/verified.json")):
         from megasdc.checkpoint.verify import list_verified  # imports torch
 
@@ -229,6 +234,12 @@ def _failure(run: RunRecord, ending: LaunchEnding, checkpoints: Path) -> LaunchF
         injected=injected,
         way_back=None if way is None else str(way.path),
     )
+
+
+def _saves_of_guard(run: RunRecord) -> list[str]:
+    """Checkpoints that a guard has seen saved, as far as they are there still; the newest is the last."""
+    told = dict.fromkeys(str(one.fields["path"]) for one in reversed(run.of("guard", "saved")))
+    return [path for path in reversed(told) if Path(path).is_dir()]
 
 
 def _hang_of_failure(run: RunRecord, ending: LaunchEnding) -> HangIncident | None:

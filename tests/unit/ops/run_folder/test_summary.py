@@ -372,22 +372,33 @@ def _guarded(folder: Path, *, closed: bool) -> Path:
     for step in (1, 5):
         log.emit("audit", "agreed", step=step, compared=10, seconds=0.1)
     log.emit("sdc", "verdict", step=6, tier="state", action="repair")
+    for step in (2, 4, 5, 4):
+        saved = folder / "own" / f"global_step{step}"
+        saved.mkdir(parents=True, exist_ok=step == 4)
+        log.emit("guard", "saved", step=step, path=str(saved))
+    (folder / "own" / "global_step2").rmdir()
     if closed:
         log.emit("guard", "closed", step=7, steps=7, audits=2, agreed=2, findings=1)
     log.close()
     return folder
 
 
-def test_a_training_with_a_guard_is_summarized(tmp_path: Path) -> None:
-    """Steps, audits, checks and the end; one whose guard was not closed is not finished."""
+def test_a_training_with_a_guard_is_summarized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, audits, checks, checkpoints and the end; one whose guard was not closed is not finished."""
     found = summarize_run(_guarded(tmp_path / "closed", closed=True))
     said = render(found)
     assert (found.state, found.steps, found.finished) == ("done", 7, True)
     assert "7 steps, 2 audits agreed, 1 finding; TP1 x PP1 x DP2 (audits every 5 steps, NaN and Inf)" in said
     assert "end               done at step 7." in said
+    left = [str(tmp_path / "closed" / "own" / f"global_step{step}") for step in (5, 4)]  # 4 was saved again
+    assert f"checkpoints       {', '.join(left)}" in said.splitlines()
     running = summarize_run(_guarded(tmp_path / "open", closed=False))
     assert (running.state, running.steps, running.finished) == ("running", 5, False), "step 6 may not be taken"
     assert "guard             2 audits agreed, 1 finding; TP1" in render(running)
+    (tmp_path / "open" / "own" / "global_step5" / "megasdc_verified.json").touch()
+    _fails(tmp_path / "open", CorruptionError("it went wrong"), monkeypatch)
+    failed = summarize_run(tmp_path / "open").failure
+    assert failed is not None and failed.verified_checkpoint == str(tmp_path / "open" / "own" / "global_step5")
 
 
 def test_top_and_report_tell_of_a_guard(tmp_path: Path) -> None:
