@@ -56,6 +56,7 @@ def main() -> NoReturn:
     ends: list[str] = []
 
     def leave(code: int, error: BaseException | None) -> NoReturn:
+        """Record the end of this rank, and end its process."""
         if run_dir is not None:
             try:
                 write_done(run_dir, rank, code, error, end=ends[-1] if ends and not code else None)

@@ -40,7 +40,9 @@ def test_a_fault_is_found_named_and_repaired(tmp_path: Path) -> None:
         assert text in result["sentence"]
     assert Path(result["incident"]).is_file()
     assert "Faults were injected on purpose" in Path(result["incident"]).read_text()
-    assert "FAULTS ARE ARMED" in (tmp_path / "run_drill" / "with_fault.log").read_text() and "ARMED" not in done.stderr
+    console = (tmp_path / "run_drill" / "with_fault.log").read_text()
+    assert "FAULTS ARE ARMED" in console and "ARMED" not in done.stderr
+    assert "protect standard, covered: " in console and "coverage of silent data corruption" not in console
     assert not (tmp_path / "run").exists() and Path(result["folder"]) == tmp_path / "run_drill"
 
     loaded = load_config(config, ["megasdc.protect=standard"])
