@@ -199,22 +199,29 @@ def choose_shape(parameters: int, vocabulary: int, tensor: int = 1, pipeline: in
     GPT-2's four sizes have GPT-2's shapes whatever the vocabulary, where the layout divides them. Of every other number
     those shapes are looked at whose heads have 64 channels and whose width is 32 to 128 times the number of layers; of
     those that are within 5 % of the number that one is taken whose width is nearest 64 times its layers, as of GPT-2's
-    124M; if there is none, that which is nearest to the number. From 5 billion on it is 128 channels and 128 times, as
-    of GPT-3's 6.7B. Heads are a multiple of the tensor size, layers one of the stages.
+    124M; if there is none, heads of 32 and then of 16 channels are looked at, and at last that which is nearest to the
+    number. From 5 billion on it is 128 channels and 128 times, as of GPT-3's 6.7B. Heads are a multiple of the tensor
+    size, layers one of the stages.
     """
     if name := GPT2.get(parameters):
         preset = PRESETS[f"gpt2-{name}"]
         if preset["num_attention_heads"] % tensor == 0 and preset["num_layers"] % pipeline == 0:
             fields: dict[str, Any] = {"preset": f"gpt2-{name}"}
             return ModelShape(fields, _count(ModelSection.model_validate(preset), vocabulary), vocabulary)
-    head = aspect = 128 if parameters >= WIDE else 64
+    aspect = 128 if parameters >= WIDE else 64
+    sizes = [128] if parameters >= WIDE else [64, 32, 16]  # channels of a head
 
-    def rank(found: tuple[int, int, int]) -> tuple[float, float]:
-        layers, heads, count = found
+    def rank(found: tuple[int, int, int, int]) -> tuple[float, float]:
+        head, layers, heads, count = found
         off, proportion = abs(math.log(count / parameters)), abs(math.log(heads * head / (aspect * layers)))
         return (proportion, off) if abs(count / parameters - 1) <= NEAR else (math.inf, off)
 
-    layers, heads, count = min(_shapes(parameters, vocabulary, (head, aspect), (tensor, pipeline)), key=rank)
+    best = [
+        min(((head, *one) for one in _shapes(parameters, vocabulary, (head, aspect), (tensor, pipeline))), key=rank)
+        for head in sizes
+    ]
+    near = [one for one in best if rank(one)[0] < math.inf]
+    head, layers, heads, count = near[0] if near else min(best, key=rank)
     fields = {"num_layers": layers, "hidden_size": heads * head, "num_attention_heads": heads}
     return ModelShape(fields, count, vocabulary)
 
