@@ -59,6 +59,7 @@ PARTS = (
     Part("speed", "whole runs: share of the peak, cost of protection", 4, "gpu.part_speed:speed"),
     Part("dropcompute", "DropCompute: decisions, events, device_lag", 3, "gpu.part_dropcompute:dropcompute"),
     Part("checkpoints", "saved, resumed bit for bit", 4, "gpu.part_checkpoints:checkpoints"),
+    Part("guard", "a training with DeepSpeed alone, protected by a word", 2, "gpu.part_guard:guard", ahead=6),
     Part("stress", "the host's test", 2, "gpu.part_stress:stress", (*COMMAND, "pyarrow")),
     Part("optimizers", "fused AdamW of PyTorch and DeepSpeed", 2, "gpu.part_optimizers:optimizers"),
     Part("timeouts", "hangs and lost ranks: exit codes", 3, "gpu.part_timeouts:timeouts"),
