@@ -498,6 +498,8 @@ class Guard:
         if action == "halt":
             self._lifetime.fail(step, CorruptionExit.exit_code, text)
             raise CorruptionExit(text)
+        if self._budget is not None:
+            self._budget.checks.watch()
         return action
 
     def _describe(self, fate: StepFate, _: list[str]) -> dict[str, Any]:

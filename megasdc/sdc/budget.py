@@ -118,6 +118,8 @@ USUAL = 20
 TIMES = ("looks", "audits", "fixed", "slices", "waits", "steps")
 SHARED = ("slices", "waits", "steps")
 """Names of times in which ranks wait for each other."""
+WATCHED = 20
+"""Number of steps after a finding that look at everything, however small the budget: a fault may come again."""
 ROOM = 0.9
 """Share of the budget within which checks must stay to look more often, so that noise changes nothing."""
 
@@ -204,6 +206,8 @@ class CheckBudget:
         """Whether times are evaluated at the end of the running step; the same on all ranks."""
         self._sent = False
         self._void = True  # the first step also makes what later ones use
+        self._found, self._watched = False, 0
+        """Whether something was found in the running step, and how many steps from it on look at everything."""
         self._warned = False
 
     def _own_value(self, name: str) -> float | None:
@@ -222,7 +226,7 @@ class CheckBudget:
     @property
     def cadence(self) -> Cadence:
         """Present cadence: which steps look, and at how many micro-batches."""
-        return Cadence(self.micro_batches) if self.whole else self._cadence
+        return Cadence(self.micro_batches) if self.whole or self._watched else self._cadence
 
     @property
     def turns(self) -> int:
@@ -270,8 +274,16 @@ class CheckBudget:
         """Leave this step out of the measurement, since it spends time on a finding."""
         self._void = True
 
+    def watch(self) -> None:
+        """Have the next ``WATCHED`` steps look at everything where a budget allows less; on all ranks in the same step.
+
+        Something was found that does not end the training, and what is put right once may go wrong in each step.
+        """
+        self._found = self._share is not None
+
     def end(self, host: Host, step: int) -> None:
         """End a step: add its times, and adjust the cadence when due; the same on all ranks."""
+        self._found, self._watched = False, WATCHED if self._found else max(self._watched - 1, 0)
         self._step.__exit__(None, None, None)
         step_s = self._step.pop_seconds()
         late_s = self._not_hidden(step, step_s)
@@ -288,7 +300,7 @@ class CheckBudget:
             self._update_shares(step)
         if self._sent:
             self._own.append(_Times._make((*taken, *self._due)))
-        if is_due:
+        if is_due and not self._watched:
             self._adjust_audits(host, step, self._share)
             self._adjust(host, step, self._share)
 

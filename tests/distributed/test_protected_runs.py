@@ -85,7 +85,8 @@ def test_standard_changes_no_bit_of_the_training(
 
 def test_ranks_compare_more_rarely_where_steps_are_tiny(tmp_path: Path, data: Path) -> None:
     """Where comparing in each step costs more than the budget, three replicas compare in some, and look in step 50;
-    the run ends with the bits of `off`, and a parameter that one has otherwise in a step between passes.
+    the run ends with the bits of `off`, and a parameter that one has otherwise in a step between passes. One that it
+    has otherwise in each step is found in step 51, and from then on in each.
     """
     steps = {"training__steps": 56, "training__eval_interval": 0}
     scaled = {"kind": "scale", "factor": 1.02, "once": True, "steps": [33, 33]}
@@ -102,6 +103,12 @@ def test_ranks_compare_more_rarely_where_steps_are_tiny(tmp_path: Path, data: Pa
     for name in ("standard", "harmed"):
         assert [one["apart"] for one in events_of(tmp_path / name, "sdc", "cadence")][-1] == 50
         assert verdicts_of(tmp_path / name) == []
+    lasting = {**fault, "once": False, "steps": [50, None]}
+    results = train_run(_write(tmp_path, data, "lasting", (1, 1, 3), **tight, faults=[lasting]), 3)
+    assert [code for code, _ in results if code] == [], results
+    found = [(step, rank, action) for step, _, rank, _, _, action in verdicts_of(tmp_path / "lasting")]
+    assert found == [(step, 1, "repair") for step in range(51, 58)]  # before a save, step 56 is compared as the next
+    assert state_of(tmp_path / "lasting" / "checkpoints" / "step_00000056") == ends[0][0]
 
 
 def test_standard_finds_names_and_repairs_and_strict_halts(tmp_path: Path, data: Path) -> None:

@@ -100,6 +100,8 @@ class FindingPolicy:
         self._accepted: int | None = None
         self._committed_wrong: int | None = None
         self._wrong_since: int | None = None
+        self.watch: Callable[[], None] = lambda: None
+        """Called when training goes on after a finding."""
 
     # --- before the first step ----------------------------------------------------------------------------------
 
@@ -331,6 +333,7 @@ class FindingPolicy:
             raise IsolationError(message, step, wrong)
         if self._dims.rank == 0:
             logger.warning("step %d: the %s check found silent data corruption: %s; %s", step, found.tier, text, action)
+        self.watch()
         return action == "repair"
 
     def _commit(self, step: int, again: bool) -> bool:

@@ -739,6 +739,7 @@ def build_detection(
         drops=sections.drop_compute,
     )
     budget = CheckBudget(plan, run.engine, writer)
+    policy.watch = budget.watch
     detection = StepChecker(settings, run, batches, policy, parameters, signals, budget, referee)
     detection.table = partial(coverage_table, config, run.engine, plan)
     return detection

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -33,17 +34,19 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
         events=SimpleNamespace(emit_on_rank_0=lambda *_, **__: None),
     )
     made._lifetime = SimpleNamespace(findings=0, fail=lambda *_: None)  # type: ignore[assignment]
+    made._budget = Mock()
     return made
 
 
 def test_state_that_is_put_right_is_said_to_be(guard: Guard, caplog: pytest.LogCaptureFixture) -> None:
-    """And is not called an update."""
+    """And is not called an update; the next steps look at everything."""
     address = Address(21, None, UPDATE, "fc1", "weight.exp_avg")
     found = Finding(KEPT_STATE, None, (RankVerdict(1, NOT_REPRODUCED, OWN_COPY, address),))
     assert guard._act(21, found, "check", trained_on=True, fate="taken") == "repair"
     (told,) = caplog.messages
     assert "rank 1 at step 21, state of fc1 (weight.exp_avg): not_reproduced, own copy." in told
     assert told.endswith("page.html; it is put right, and training goes on")
+    guard._budget.checks.watch.assert_called_once_with()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

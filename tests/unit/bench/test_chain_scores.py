@@ -39,7 +39,9 @@ from tools.bench.detection.live_chain import (
     Cell,
     ChainDrill,
     ChainResult,
+    _found,
     _is_declared,
+    _passed,
 )
 from tools.bench.detection.options import CHAIN_KINDS, PRESET_KINDS
 
@@ -64,6 +66,7 @@ OTHER = ("losses differ in 1 steps, the first is 7",)
         ({"found": (), "named": (), "differs": OTHER, "told": True}, TOLD),
         ({"found": (), "named": (), "changed": ()}, NO_BIT),
         ({"changed": ()}, ACCUSED),
+        ({"codes": (74, 74), "found": ("finite",), "named": ()}, UNNAMED),
         ({"codes": (75, 0)}, BROKEN),
         ({"codes": ()}, BROKEN),
         ({"kinds": (CLEAN,), "found": (), "named": ()}, RIGHT),
@@ -77,6 +80,22 @@ def test_what_came_of_a_drill(changes: dict[str, object], outcome: str) -> None:
     assert drill.outcome == outcome
     assert TypeAdapter(ChainDrill).validate_python(vars(drill)) == drill
     assert ChainResult([DRILL, drill]).passed is (outcome in (NAMED, UNNAMED, HARMLESS, TOLD, NO_BIT, RIGHT))
+
+
+def test_what_has_passed(tmp_path: Path) -> None:
+    """Found in its step or the next one nothing has; a fault that comes again after a finding may, up to the save."""
+    log = EventLog(tmp_path, 0)
+    for step in (3, 5, 6):
+        log.emit("fault", "injected", step=step, changed=1, spec=step)
+    assert _passed(tmp_path, 9) == [3, 5, 6]
+    log.emit("sdc", "verdict", step=6, tier="state", rank=0)
+    assert _passed(tmp_path, 9) == [3]
+    log.emit("fault", "injected", step=8, changed=1, spec=8)
+    log.emit("nonfinite", "first", step=3)
+    assert _passed(tmp_path, 9) == [8] and _found(tmp_path) == (("finite", "state"), (0,))
+    log.emit("resume", "checkpoint", step=7)
+    assert _passed(tmp_path, 9) == []
+    log.close()
 
 
 def test_what_the_table_of_a_run_tells(tmp_path: Path) -> None:

@@ -243,6 +243,20 @@ def test_a_step_in_which_slices_find_something_does_not_count(
     assert (one.cadence.every == 1) == (found is not None)
 
 
+def test_after_a_finding_each_step_looks_at_everything(run: Any, clock: Clock) -> None:
+    """For twenty steps, whatever the budget allows; then as before. A cadence that is given stays."""
+    one = made(TimeShares(0.0, 0.0, 0.9, 0.0), cadence=Cadence(1, 50))
+    assert sum(steps(one, run, clock, 49, look_s=0.5)) == 0
+    one.watch()
+    assert one.looked_at(49) == frozenset(), "nothing changes in the running step"
+    assert steps(one, run, clock, 1, look_s=0.5) == [1], "the step with the finding"
+    assert steps(one, run, clock, 20, look_s=0.5) == [2] * 20
+    assert sum(steps(one, run, clock, 29, look_s=0.5)) == 0
+    given = made(None, limit=None, cadence=Cadence(1))
+    given.watch()
+    assert steps(given, run, clock, 3, look_s=0.5) == [1] * 3
+
+
 def test_a_device_costs_at_least_what_was_expected(run: Any, clock: Clock) -> None:
     """The host's clock does not see what a device computes beside it."""
     one = made(TimeShares(0.0, 0.0, 0.04, 0.0), device="meta", cadence=Cadence(1, 4))

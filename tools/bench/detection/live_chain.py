@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
-from megasdc.common.errors import CorruptionError, MegasdcError
+from megasdc.common.errors import CorruptionError, MegasdcError, NonFiniteError
 from megasdc.config.faults import (
     CLIPPED_GRAD,
     COLLECTIVE,
@@ -257,8 +257,8 @@ class ChainDrill:
         named: ranks that were named, in the same.
         codes: of the ranks in the first launch; empty: a rank did not come back.
         differs: what differs at the end from a run without faults.
-        told: whether the run's coverage says that what has passed may pass: faults that changed a bit before anything
-            was found, in a step that the start after it went on from; or in any step if nothing was.
+        told: whether the run's coverage says that what has passed may pass: faults that changed a bit in a step of
+            which nothing was found, and that the start after it went on from.
         late: whether something was found, and a fault had passed so.
         steps: in a run without faults, its steps.
     """
@@ -283,7 +283,7 @@ class ChainDrill:
         """One of ``OUTCOMES``."""
         if self.kinds == (CLEAN,):
             return ALARM if self.found or any(self.codes) or self.differs else RIGHT
-        if not self.codes or not set(self.codes) <= {0, CorruptionError.exit_code}:
+        if not self.codes or not set(self.codes) <= {0, CorruptionError.exit_code, NonFiniteError.exit_code}:
             return BROKEN
         if set(self.named) - set(self.changed):
             return ACCUSED
@@ -565,22 +565,24 @@ def _addresses(run: Path) -> Addresses:
 
 
 def _found(run: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Tiers that found something, and the ranks that were named."""
+    """Tiers that found something, and the ranks that were named; where NaN is first says nothing of who is wrong."""
+    tiers = {"finite" for _ in read_events(run, kind="nonfinite", name="first")}
     events = [one for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")]
     named = {one.fields["rank"] for one in events if one.name == "verdict" and one.fields["rank"] is not None}
-    return tuple(sorted({one.fields["tier"] for one in events})), tuple(sorted(named))
+    return tuple(sorted({one.fields["tier"] for one in events} | tiers)), tuple(sorted(named))
 
 
 def _passed(run: Path, steps: int) -> list[int]:
-    """Faults that changed a bit before anything was found, in a step that is part of where the run was started again.
+    """Faults that changed a bit in a step of which nothing was found, and that the start after it went on from.
 
-    All that changed one where nothing was found, in the run's ``steps``.
+    What is found is found in its step or the next one; the start after it goes on from any where there was none.
     """
-    found = [one.step or 0 for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")]
-    kept = [one.step or 0 for one in read_events(run, kind="resume", name="checkpoint")]
-    last = min(min(found, default=steps + 1) - 1, max(kept, default=steps))
+    found = {one.step or 0 for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")}
+    found |= {one.step or 0 for one in read_events(run, kind="nonfinite", name="first")}
+    last = max((one.step or 0 for one in read_events(run, kind="resume", name="checkpoint")), default=steps)
     fired = [one for one in read_events(run, kind="fault", name="injected") if one.fields["changed"]]
-    return sorted({one.fields["spec"] for one in fired if (one.step or 0) <= last})
+    passed = [one for one in fired if (one.step or 0) <= last and not found & {one.step or 0, (one.step or 0) + 1}]
+    return sorted({one.fields["spec"] for one in passed})
 
 
 def _changed(run: Path) -> tuple[int, ...]:
