@@ -188,11 +188,13 @@ def test_launchers_of_hosts_are_found(tmp_path: Path) -> None:
 
 
 def test_a_fault_that_is_waited_out_ends_no_attempt() -> None:
-    """Beside others an attempt may end for those, but not for want of room."""
+    """Beside others an attempt may end for those, but not for want of room, unless one of them met it."""
     full = replace(LOST, ended="folder_full")
     assert not used_up(["run_full"], [DONE]) and not used_up(["run_full", "rank"], [LOST, DONE])
     assert used_up(["run_full"], [LOST, DONE]) == ["attempt 1 ended as rank_lost, for a fault that is waited out"]
     assert used_up(["run_full", "rank"], [full, DONE]) and not used_up([], [LOST, DONE])
+    for kind, at, is_excused in (("rank", 101.0, True), ("rank", 118.5, False), ("run_full", 101.0, False)):
+        assert bool(used_up(["run_full", "rank"], [full, DONE], [Strike(kind, at)])) is not is_excused
 
 
 def test_a_host_that_computed_wrong_results_is_not_used_again() -> None:

@@ -308,6 +308,8 @@ NO_BIT, HARMLESS, NAMED, UNNAMED = "no bit", "harmless", "found, named", "found,
 TOLD, MISSED, WRONG_END, ACCUSED, BROKEN = "not covered", "missed", "wrong end", "wrong name", "another end"
 OUTCOMES = (NO_BIT, HARMLESS, NAMED, UNNAMED, TOLD, MISSED, WRONG_END, ACCUSED, BROKEN)
 """Of drills with faults; the last four, and an alarm without a fault, are failures."""
+MORE = ("in the run", "found later")
+"""Columns behind them: of those found, and of those not covered."""
 FAILURES = (MISSED, WRONG_END, ACCUSED, BROKEN, ALARM)
 
 
@@ -361,11 +363,11 @@ class ChainResult:
         """Counts by kind and by layout, and every failure by itself."""
         if self.faulty:
             keys = {"kind": _kind, "layout": layout_text}
-            yield from tables("faults in the chain", self.faulty, keys, ("drills", *OUTCOMES, "in the run"), _row)
+            yield from tables("faults in the chain", self.faulty, keys, ("drills", *OUTCOMES, *MORE), _row)
         yield (
             "found: the run went on right, or was ended and started again without the fault, and ended with the bits "
             "of a run without it; in the run: without a new start; harmless: nothing differs at the end; not covered: "
-            "the run's table of coverage says that it may pass, always or before it is found"
+            "the run's table of coverage says that it may pass, always or before it is found; found later: of these"
         )
         for one in self.failed:
             what = f"{'; '.join(one.differs[:3]) or 'nothing differs'}; found {one.found}, named {one.named}"
@@ -392,8 +394,8 @@ def _cell(drill: ChainDrill) -> str:
 
 def _row(drills: Sequence[ChainDrill]) -> tuple[int, ...]:
     count = Counter(one.outcome for one in drills)
-    in_run = sum(one.in_run for one in drills)
-    return len(drills), *(count[one] for one in OUTCOMES), in_run
+    later = sum(one.outcome == TOLD and bool(one.found) for one in drills)
+    return len(drills), *(count[one] for one in OUTCOMES), sum(one.in_run for one in drills), later
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------

@@ -158,7 +158,8 @@ def read_drill(kinds: Sequence[str], layout: Layout, run: Path, strikes: Sequenc
     problems = []
     if len(attempts) > 1 + len(kinds) * 2 + MORE_ATTEMPTS:
         problems.append(f"it took {len(attempts)} attempts")
-    problems += used_up(kinds, attempts)
+    came = tuple(sorted([*strikes, *_own_strikes(kinds, run)], key=lambda one: one.at))
+    problems += used_up(kinds, attempts, came)
     passed = [host for host, one in history.replaced.items() if one.test is not None and one.test.passed]
     problems += [f"{host} is away, although its test has passed" for host in passed]
     problems += used_again(entries)
@@ -166,7 +167,6 @@ def read_drill(kinds: Sequence[str], layout: Layout, run: Path, strikes: Sequenc
         problems.append(f"its time is divided as {goodput}, and it took {seconds:.1f} s")
     if goodput is not None and attempts[-1].last and not goodput.parts["productive"]:
         problems.append(f"no time made it get on: {goodput}")
-    came = tuple(sorted([*strikes, *_own_strikes(kinds, run)], key=lambda one: one.at))
     return Drill(tuple(kinds), layout, came, tuple(attempts), excluded(entries), tuple(problems), round(seconds, 1))
 
 
@@ -225,11 +225,20 @@ def blamed_wrongly(entries: Sequence[JournalEntry], struck: Collection[str]) -> 
     return list(dict.fromkeys(found))
 
 
-def used_up(kinds: Sequence[str], attempts: Sequence[Tried]) -> list[str]:
-    """Attempts that ended for faults that the run has to wait out: all, where it had no others."""
+def used_up(kinds: Sequence[str], attempts: Sequence[Tried], strikes: Sequence[Strike] = ()) -> list[str]:
+    """Attempts that ended for faults that the run has to wait out: all, where it had no others.
+
+    Ranks that another fault ends while the folder is full cannot write how they have ended, which is not for want of
+    room.
+    """
     alone = bool(kinds) and all(KINDS[kind].waited_out for kind in kinds)
     waited = any(KINDS[kind].waited_out for kind in kinds)
-    ended = [one for one in attempts if (waited and one.ended == "folder_full") or (alone and one.ended != "done")]
+    others = [one.at for one in strikes if not KINDS[one.kind].waited_out]
+
+    def gave_up(one: Tried) -> bool:
+        return one.ended == "folder_full" and not any(one.planned_at <= at < one.ended_at for at in others)
+
+    ended = [one for one in attempts if (waited and gave_up(one)) or (alone and one.ended != "done")]
     return [f"attempt {one.number} ended as {one.ended}, for a fault that is waited out" for one in ended]
 
 
