@@ -83,16 +83,18 @@ def test_what_came_of_a_drill(changes: dict[str, object], outcome: str) -> None:
 
 
 def test_what_has_passed(tmp_path: Path) -> None:
-    """Found in its step or the next one nothing has; a fault that comes again after a finding may, up to the save."""
+    """Nothing that is found in its step, or is compared in the next; what comes again may, up to the save."""
     log = EventLog(tmp_path, 0)
     for step in (3, 5, 6):
         log.emit("fault", "injected", step=step, changed=1, spec=step)
     assert _passed(tmp_path, 9) == [3, 5, 6]
     log.emit("sdc", "verdict", step=6, tier="state", rank=0)
+    assert _passed(tmp_path, 9) == [3, 5]
+    log.emit("sdc", "verdict", step=6, tier="copies", rank=0)
     assert _passed(tmp_path, 9) == [3]
     log.emit("fault", "injected", step=8, changed=1, spec=8)
     log.emit("nonfinite", "first", step=3)
-    assert _passed(tmp_path, 9) == [8] and _found(tmp_path) == (("finite", "state"), (0,))
+    assert _passed(tmp_path, 9) == [8] and _found(tmp_path) == (("copies", "finite", "state"), (0,))
     log.emit("resume", "checkpoint", step=7)
     assert _passed(tmp_path, 9) == []
     log.close()

@@ -33,6 +33,7 @@ from megasdc.config.faults import (
 )
 from megasdc.config.sections import STANDARD
 from megasdc.events import read_events
+from megasdc.train.detection.finding_policy import STATE_TIERS
 from megasdc.train.detection.findings import EVENT_KIND
 from tools.bench.campaign import Campaign, CampaignLog, Layout, layout_text, tables
 from tools.bench.checkpoints.recovery_checks import read_end, why_different
@@ -577,14 +578,17 @@ def _found(run: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def _passed(run: Path, steps: int) -> list[int]:
     """Faults that changed a bit in a step of which nothing was found, and that the start after it went on from.
 
-    What is found is found in its step or the next one; the start after it goes on from any where there was none.
+    Parameters, their copies and settings are compared in the step after; after an end without a finding the start goes
+    on from any step.
     """
-    found = {one.step or 0 for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")}
+    findings = [one for one in read_events(run, kind=EVENT_KIND) if one.name in ("verdict", "finding")]
+    found = {one.step or 0 for one in findings} | {
+        (one.step or 0) - 1 for one in findings if one.fields["tier"] in STATE_TIERS
+    }
     found |= {one.step or 0 for one in read_events(run, kind="nonfinite", name="first")}
     last = max((one.step or 0 for one in read_events(run, kind="resume", name="checkpoint")), default=steps)
     fired = [one for one in read_events(run, kind="fault", name="injected") if one.fields["changed"]]
-    passed = [one for one in fired if (one.step or 0) <= last and not found & {one.step or 0, (one.step or 0) + 1}]
-    return sorted({one.fields["spec"] for one in passed})
+    return sorted({one.fields["spec"] for one in fired if (one.step or 0) <= last and one.step not in found})
 
 
 def _changed(run: Path) -> tuple[int, ...]:
