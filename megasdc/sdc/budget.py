@@ -409,14 +409,21 @@ def beyond(
         after_saves: share of audits after saves, which is a part of that of audits.
     """
     needs = "every step needs" if cadence.apart == 1 else f"ranks compare in one step in {cadence.apart}"
+    looks = (shares.look + shares.slice) / MOST_EVERY
     parts = {
-        "Larger micro-batches": (shares.fixed * cadence.compare_rate, f"of what {needs}"),
-        "A longer audit.interval": (max(shares.audits - after_saves, 0.0), "of audits"),
-        "A longer checkpoint.interval": (after_saves, "of audits after checkpoints"),
-        "": ((shares.look + shares.slice) / MOST_EVERY, "of looks"),
+        f"of what {needs}": shares.fixed * cadence.compare_rate,
+        "of audits": max(shares.audits - after_saves, 0.0),
+        "of audits after checkpoints": after_saves,
+        "of looks": looks,
     }
-    told = ", ".join(f"{share:.2%} is {what}" for share, what in parts.values() if round(share, 4) or not what)
-    advice = max((one for one in parts if one), key=lambda one: parts[one][0])
+    told = ", ".join(f"{share:.2%} is {what}" for what, share in parts.items() if round(share, 4) or what == "of looks")
+    small = parts[f"of what {needs}"] + looks  # of both most is what a step has whatever its size
+    advised = {
+        "Larger micro-batches": small,
+        "A longer audit.interval": parts["of audits"],
+        "A longer checkpoint.interval": after_saves,
+    }
+    advice = max(advised, key=lambda one: advised[one])
     return (
         f"checks take more than sdc.budget ({budget:.2%} of a step), though only one step in {MOST_EVERY} looks: "
         f"{told}. {advice} cost{'s' * advice.startswith('A ')} less"

@@ -21,6 +21,8 @@ from whole_runs import (
     write_run,
 )
 
+from megasdc.ops.run_folder.summary import summarize_run
+
 pytestmark = pytest.mark.distributed
 
 STANDARD = {"protect": "standard"}
@@ -124,6 +126,7 @@ def test_standard_finds_names_and_repairs_and_strict_halts(tmp_path: Path, data:
             assert [code for code, _ in results if code] == [], results
     ((step, tier, rank, verdict, _, action),) = verdicts_of(tmp_path / "harmed")
     assert (step, tier, rank, verdict, action) == (3, "parameters", 1, "not_reproduced", "repair")
+    assert str(summarize_run(tmp_path / "harmed").protection) == "standard: 2 audits agreed, 1 finding"
     assert end_of(tmp_path / "clean") == end_of(tmp_path / "harmed")
     forgets = {"checkpoint__memory__interval": 0}  # of a run that has failed they would stay in the memory of the host
     strict = _write(tmp_path, data, "strict", (1, 1, 3), protect="strict", faults=[{**fault, **scaled}], **forgets)

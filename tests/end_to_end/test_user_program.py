@@ -125,9 +125,13 @@ def test_one_word_protects_a_script_that_knows_no_megasdc(
     """Audited and checked it ends with the bits of `deepspeed` alone; a weight that changes on one rank of three ends
     it, by a documented code, with that rank's name. A bug of its own ends the guard as failed. What cannot be guarded
     is refused. Those that fail are forks.
-    A folder beside the script that has the package's name, as a clone may, is not taken for it.
+    A folder beside the script that has the package's name, as a clone may, is not taken for it, and DeepSpeed may be
+    looked for before it is imported, as transformers does. A script without an engine is told that it is unprotected.
     """
     (folder / "megasdc").mkdir()
+    text = (folder / "train.py").read_text()
+    looks = "import importlib.util\nassert importlib.util.find_spec('deepspeed')\n"
+    (folder / "train.py").write_text(text.replace("import deepspeed\n", f"{looks}import deepspeed\n"))
     done = run(folder, "--protect", "standard")
     assert done.returncode == 0 and digest_of(done.stdout) == without_megasdc(2), done.stderr
     (start,) = read_events(folder / "runs" / "train", kind="start", name="protection")
@@ -146,10 +150,14 @@ def test_one_word_protects_a_script_that_knows_no_megasdc(
     assert failed.returncode == 1 and "guard: closed" not in failed.stdout + failed.stderr, failed.stderr
     (*_, ended) = read_events(folder / "runs" / "train", kind="end", name="failed")
     assert ended.fields["message"] == "ValueError: a bug of the user's"
-    text = (folder / "train.py").read_text()
     (folder / "train.py").write_text(text.replace('"stage": 1', '"stage": 3'))
     refused = run(folder, "--protect", "standard", python=programs / "python")
     assert refused.returncode == 70 and "zero_optimization.stage: got 3; allowed: 0 to 2" in refused.stderr
+    (folder / "train.py").write_text("print('nothing')")
+    idle = run(folder, "--protect", "standard", ranks=1, python=programs / "python")
+    assert idle.returncode == 70 and "nothing was protected, since the program has made no engine" in idle.stderr
+    (launch,) = re.findall(r"launch (\d{8}-\d{6}-\w{6})", idle.stderr)
+    assert not [path.name for path in SHARED_MEMORY.iterdir() if launch in path.name]
 
 
 def test_what_cannot_be_launched_is_refused(folder: Path) -> None:

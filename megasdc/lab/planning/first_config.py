@@ -34,6 +34,8 @@ GPT2_VOCABULARY = 50257
 STDLIB, HUB, TRAIN = "stdlib", "hub:", "train"
 NEAR = 0.05
 """Largest share by which a shape may differ from the number of parameters if its proportions are better."""
+ALIKE = 1.6
+"""Largest ratio of a width to 64 times its layers, or the other way round, with which wide heads are kept."""
 WIDE = 5_000_000_000
 """Number of parameters from which heads have 128 channels and a model is 128 times as wide as deep, as GPT-3's 6.7B."""
 MOST_TOKENS = 500_000
@@ -199,9 +201,9 @@ def choose_shape(parameters: int, vocabulary: int, tensor: int = 1, pipeline: in
     GPT-2's four sizes have GPT-2's shapes whatever the vocabulary, where the layout divides them. Of every other number
     those shapes are looked at whose heads have 64 channels and whose width is 32 to 128 times the number of layers; of
     those that are within 5 % of the number that one is taken whose width is nearest 64 times its layers, as of GPT-2's
-    124M; if there is none, heads of 32 and then of 16 channels are looked at, and at last that which is nearest to the
-    number. From 5 billion on it is 128 channels and 128 times, as of GPT-3's 6.7B. Heads are a multiple of the tensor
-    size, layers one of the stages.
+    124M; if none is within ``ALIKE`` times that, heads of 32 and then of 16 channels are looked at, and at last the
+    best of all is taken. From 5 billion on it is 128 channels and 128 times, as of GPT-3's 6.7B. Heads are a multiple
+    of the tensor size, layers one of the stages.
     """
     if name := GPT2.get(parameters):
         preset = PRESETS[f"gpt2-{name}"]
@@ -220,8 +222,8 @@ def choose_shape(parameters: int, vocabulary: int, tensor: int = 1, pipeline: in
         min(((head, *one) for one in _shapes(parameters, vocabulary, (head, aspect), (tensor, pipeline))), key=rank)
         for head in sizes
     ]
-    near = [one for one in best if rank(one)[0] < math.inf]
-    head, layers, heads, count = near[0] if near else min(best, key=rank)
+    alike = [one for one in best if rank(one)[0] <= math.log(ALIKE)]
+    head, layers, heads, count = alike[0] if alike else min(best, key=rank)
     fields = {"num_layers": layers, "hidden_size": heads * head, "num_attention_heads": heads}
     return ModelShape(fields, count, vocabulary)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -119,6 +120,8 @@ class ProgramHealth:
         if self._agent is not None:
             self._agent.close()
         self._record.close()
+        if self._agent is not None and self._starts:  # the program was over before the agent, which removes them
+            shutil.rmtree(self._folder, ignore_errors=True)
         _current.clear()
 
     def _check(self) -> None:

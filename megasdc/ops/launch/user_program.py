@@ -27,7 +27,7 @@ from typing import Any
 
 from megasdc.attached.settings import RUN_VARIABLE
 from megasdc.common import durable
-from megasdc.common.errors import ERRORS_BY_EXIT_CODE, HangError, MegasdcError, StorageError
+from megasdc.common.errors import ERRORS_BY_EXIT_CODE, ConfigError, HangError, MegasdcError, StorageError
 from megasdc.common.host import deepspeed_buffer, remove_buffers
 from megasdc.common.program import INTERRUPTED
 from megasdc.config.environment import record_collectives
@@ -38,6 +38,11 @@ from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, left_buffers, write_d
 from megasdc.parallel.rendezvous import on_one_address
 
 logger = logging.getLogger(__name__)
+
+UNGUARDED = (
+    "protect: nothing was protected, since the program has made no engine that trains by deepspeed.initialize; start "
+    "it without the word, or attach a guard in it: megasdc.attach(engine, protect=...)"
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -82,8 +87,11 @@ def main(argv: Sequence[str]) -> None:
     health = _watch(settings, rank, run_dir, leave_at_once)
     atexit.register(leave)  # the first to be registered is the last to be called
     _after_import("torch.distributed.rendezvous", _bind_store_to_one_address)
-    _protect(settings)
+    guards = _protect(settings)
     end["code"], end["error"] = _run(settings, extra)
+    if settings.get("guard") is not None and not guards and not end["code"]:
+        end["code"], end["error"] = ConfigError.exit_code, ConfigError(UNGUARDED)
+        _try_print(lambda: print(f"rank {rank}: {UNGUARDED}", file=sys.stderr))
     end["end"] = None if end["code"] else "its program has ended"
     if end["code"]:
         sys.exit(end["code"])
@@ -118,11 +126,10 @@ def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
         ) -> ModuleSpec | None:
             """The module's own spec, whose loader does the thing once it has run the module; None: another module.
 
-            It is asked once: the finder leaves ``sys.meta_path`` before the module's own is looked for.
+            The finder stays until then: others may only ask whether the module is there.
             """
             if wanted != name:
                 return None
-            sys.meta_path.remove(self)
             spec = PathFinder.find_spec(wanted, path)
             if spec is not None and spec.loader is not None:
                 load = spec.loader.exec_module
@@ -130,7 +137,9 @@ def _after_import(name: str, then: Callable[[ModuleType], None]) -> None:
                 def load_and_change(module: ModuleType) -> None:
                     """Run the module, and do the thing with it."""
                     load(module)
-                    then(module)
+                    if self in sys.meta_path:
+                        sys.meta_path.remove(self)
+                        then(module)
 
                 vars(spec.loader)["exec_module"] = load_and_change
             return spec
@@ -143,11 +152,15 @@ def _bind_store_to_one_address(rendezvous: ModuleType) -> None:
     vars(rendezvous)["TCPStore"] = on_one_address(rendezvous.TCPStore)
 
 
-def _protect(settings: Mapping[str, Any]) -> None:
-    """Tell the program's guard of this run, and have engines guarded that the program makes and attaches none to."""
+def _protect(settings: Mapping[str, Any]) -> list[str]:
+    """Tell the program's guard of this run, and have engines guarded that the program makes and attaches none to.
+
+    Returns the types of engines that have got a guard, which become more.
+    """
+    guards: list[str] = []
     os.environ[RUN_VARIABLE] = json.dumps({"run_dir": settings["run_dir"], "protect": settings.get("protect")})
     if (given := settings.get("guard")) is None:
-        return
+        return guards
     guard = {**given, "logging": {**given.get("logging", {}), "run_dir": settings["run_dir"]}}
 
     def guard_engines(deepspeed: ModuleType) -> None:
@@ -172,11 +185,13 @@ def _protect(settings: Mapping[str, Any]) -> None:
                 from megasdc.ops.health.attached import build_phases, build_stragglers
 
                 attach(made[0], guard, [build_stragglers, build_phases], gives_way=True)
+                guards.append(type(made[0]).__name__)
             return made
 
         vars(deepspeed)["initialize"] = guarded
 
     _after_import("deepspeed", guard_engines)
+    return guards
 
 
 def _watch(

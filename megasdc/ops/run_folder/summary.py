@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from megasdc.checkpoint.files import step_folder
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
 from megasdc.common.origin import CONFIG_FILE
+from megasdc.common.words import number_of
 from megasdc.config.load import parse_config
 from megasdc.config.read import shown
 from megasdc.data.manifest import DataManifest
@@ -94,7 +96,8 @@ class RunSummary:
     what is in it and what failed, None: nothing was to be archived; ``goodput``: None: it was not supervised;
     ``met``: faults and standstills of all starts, hosts that were replaced and steps back, with what to do, oldest
     first; ``clocks``: of the last launch, how hosts' dates differed, a sentence each; ``state`` and ``end``: see
-    ``RunStatus``; ``guard``: None: the training has none.
+    ``RunStatus``; ``guard``: None: the training has none; ``protection``: word, audits and findings of all starts,
+    None: not a run of megasdc's own; ``verified``: path of the newest checkpoint after which an audit has agreed.
     """
 
     run_dir: str
@@ -122,6 +125,8 @@ class RunSummary:
     state: str = ""
     end: str = ""
     guard: GuardStatus | None = None
+    protection: str | None = None
+    verified: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -183,7 +188,25 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
         state=status.state,
         end=status.text,
         guard=guard,
+        protection=None if sections is None else _protection(run, sections.protect),
+        verified=_newest_verified(run, saves),
     )
+
+
+def _protection(run: RunRecord, word: str) -> str:
+    """Word, audits that agreed, and findings, of all starts."""
+    agreed = len(run.of("audit", "agreed"))
+    found = {(one.attempt, one.step, one.fields.get("tier")) for one in run.of("sdc", "verdict")}
+    return f"{word}: {number_of(agreed, 'audit')} agreed, {number_of(len(found), 'finding')}"
+
+
+def _newest_verified(run: RunRecord, saves: Sequence[str]) -> str | None:
+    """The newest of checkpoints after which an audit has agreed; None: there is none."""
+    steps = sorted({one.step for one in run.of("verify", "checkpoint") if one.step is not None}, reverse=True)
+    seen = {one.step: str(one.fields["path"]) for one in run.of("guard", "saved")}
+    own = {Path(path).name: path for path in saves}
+    paths = (own.get(step_folder(step)) if run.config else seen.get(step) for step in steps)
+    return next((path for path in paths if path in saves), None)
 
 
 def _failure(run: RunRecord, ending: LaunchEnding, checkpoints: Path) -> LaunchFailure:
@@ -374,7 +397,11 @@ def render(summary: RunSummary) -> str:
     lines += [f"not exact         {text}" for text in summary.weaker]
     lines += [f"straggler         {text}" for text in summary.stragglers]
     lines += [f"clocks            {text}" for text in summary.clocks]
+    if summary.protection is not None:
+        lines.append(f"protection        {summary.protection}")
     lines.append(f"checkpoints       {', '.join(summary.checkpoints) or 'none'}")
+    if summary.verified is not None:
+        lines.append(f"verified          up to {summary.verified}")
     if summary.archive is not None:
         lines.append(f"archived          {summary.archive}")
     return "\n".join(lines)

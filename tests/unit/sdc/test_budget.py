@@ -75,3 +75,4 @@ def test_advice_is_of_what_takes_most_time() -> None:
         assert told.endswith(f". {advice}")
         assert ("6.00% is of audits after checkpoints" in told) is (after_saves > 0), told
         assert ("of audits," in told) is (audits - after_saves > 0.001), told
+    assert beyond(TimeShares(0.001, 0.02, 2.0, 0.0), 0.01).endswith("4.00% is of looks. Larger micro-batches cost less")
