@@ -104,7 +104,7 @@ class Options:
             wrong += [
                 f"{name}: {number} must be at least {least}"
                 for number in (value if isinstance(value, tuple) else (value,))
-                if number < least
+                if number is not None and number < least
             ]
         if wrong := [*wrong, *self.problems()]:
             raise ConfigError(wrong, source=_SOURCE)

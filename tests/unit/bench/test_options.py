@@ -98,6 +98,12 @@ def test_wrong_options_are_refused_together() -> None:
     assert isinstance(done.exception, ConfigError) and "--rates: '1;2' must be numbers" in str(done.exception)
 
 
+def test_defaults_of_every_benchmark_are_allowed() -> None:
+    """Also one that follows from others, and is None."""
+    kinds = [one for one in vars(commands).values() if isinstance(one, type) and issubclass(one, Options)]
+    assert len(kinds) > 20 and all(isinstance(kind(), Options) for kind in kinds)
+
+
 def test_plain_values() -> None:
     """Dataclasses, tuples and paths are what JSON has."""
     assert plain({"a": (Model(), Path("b")), 1: math.nan}) == {
