@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megasdc.attached.training import Protection, Training
+from megasdc.checkpoint.files import VERIFIED_BY_GUARD_FILE
 from megasdc.checkpoint.ranks import CheckpointGroup, FolderRanks, Storage, find_place
 from megasdc.checkpoint.records import Record, read_record, write_record
 from megasdc.common.durable import END_S, wait_for_room, write_durably
@@ -29,7 +30,6 @@ from megasdc.parallel.collectives import gather_objects
 from megasdc.tensors.bits import are_finite
 
 SAVED = "megasdc_saved.json"
-MARK = "megasdc_verified.json"
 _VERSION = 1
 
 
@@ -69,7 +69,7 @@ def find_makers(training: Training) -> FolderRanks:
 
 def forget_save(folder: Path) -> None:
     """Remove the records of the checkpoint that a save replaces; OSError: they cannot be removed."""
-    for name in (MARK, SAVED):  # a mark alone would be taken for one of an older version
+    for name in (VERIFIED_BY_GUARD_FILE, SAVED):  # a mark alone would be taken for one of an older version
         (folder / name).unlink(missing_ok=True)
 
 
@@ -133,7 +133,7 @@ def check_makers(saved: Saved, training: Training, place: FolderRanks) -> None:
 def is_marked(folder: Path) -> bool:
     """Whether a checkpoint is verified: the mark is of the files that lie there now."""
     try:
-        marked_at = (folder / MARK).stat().st_mtime_ns
+        marked_at = (folder / VERIFIED_BY_GUARD_FILE).stat().st_mtime_ns
         if (folder / SAVED).exists():
             read_saved(folder)
             return True
@@ -367,7 +367,7 @@ class SaveMarks(Protection):
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         content = {"format": FORMAT, "step": step, "audit_step": audit_step, "time": now}
         try:
-            text, path = json.dumps(content) + "\n", folder / MARK
+            text, path = json.dumps(content) + "\n", folder / VERIFIED_BY_GUARD_FILE
             wait_for_room(lambda: write_durably(path, text), path, logger.warning, at_most_s=END_S)
         except OSError as error:  # it was removed, or the disk stays full: training goes on
             logger.warning("%s is not marked as verified: %s", folder, error)

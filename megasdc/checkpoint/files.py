@@ -42,6 +42,11 @@ from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.run_lock import WITHOUT_FLOCK, read_holder
 from megasdc.parallel.dims import ParallelDims
 
+VERIFIED_FILE = "verified.json"
+"""Mark in a checkpoint after which an audit has agreed."""
+VERIFIED_BY_GUARD_FILE = "megasdc_verified.json"
+"""The same in a checkpoint of DeepSpeed's, whose training a guard audits."""
+
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
 MARKER_FILE = "complete"

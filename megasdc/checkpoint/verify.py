@@ -29,6 +29,7 @@ from megasdc.checkpoint.files import (
     MANIFEST_FILE,
     UNIVERSAL,
     UNIVERSAL_STEP,
+    VERIFIED_FILE,
     explain_folder,
     hash_file,
     is_universal,
@@ -396,7 +397,6 @@ def read_source(folder: Path, *, progress: bool = False) -> tuple[ConvertibleChe
     return ConvertibleCheckpoint(folder, manifest, records), problems + find_missing(folder, manifest, set(records))
 
 
-VERIFIED_FILE = "verified.json"
 CORRUPTION_FILE = "corruption.json"
 _VERSION = 1
 

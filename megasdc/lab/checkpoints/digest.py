@@ -23,6 +23,7 @@ from megasdc.checkpoint.files import (
     RUN,
     UNIVERSAL,
     UNIVERSAL_FILE,
+    VERIFIED_FILE,
     explain_folder,
     kind_of,
     list_steps,
@@ -40,7 +41,7 @@ from megasdc.checkpoint.manifest import (
 )
 from megasdc.checkpoint.manifest import FORMAT_VERSION as SAVED_VERSION
 from megasdc.checkpoint.records import Count, Record, Time, Xxh3, read_record
-from megasdc.checkpoint.verify import VERIFIED_FILE, deleted_while_read
+from megasdc.checkpoint.verify import deleted_while_read
 from megasdc.common.durable import TEMPORARY_PREFIX
 from megasdc.common.errors import CheckpointError
 

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, hash_file, list_steps, step_folder
+from megasdc.checkpoint.files import LATEST_FILE, MANIFEST_FILE, VERIFIED_FILE, hash_file, list_steps, step_folder
 from megasdc.checkpoint.manifest import Manifest, read_manifest, write_marker
-from megasdc.checkpoint.verify import VERIFIED_FILE, verify_checkpoint
+from megasdc.checkpoint.verify import verify_checkpoint
 from megasdc.common.durable import TEMPORARY_PREFIX, rename_durably, sync_path, write_durably
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.common.origin import read_identity

@@ -21,9 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from megasdc.checkpoint.files import MANIFEST_FILE, hash_file, list_steps, read_lock, step_folder, step_of
+from megasdc.checkpoint.files import (
+    MANIFEST_FILE,
+    VERIFIED_FILE,
+    hash_file,
+    list_steps,
+    read_lock,
+    step_folder,
+    step_of,
+)
 from megasdc.checkpoint.manifest import FileRecord, Manifest, describe_file, has_marker, read_manifest, write_manifest
-from megasdc.checkpoint.verify import VERIFIED_FILE, check_file, reading
+from megasdc.checkpoint.verify import check_file, reading
 from megasdc.common.errors import CheckpointError, ConfigError
 from megasdc.common.origin import read_identity
 from megasdc.common.program import bytes_bar, why_unreadable

@@ -20,10 +20,9 @@ from typing import Annotated, Literal, Self, TypeVar
 import xxhash
 from pydantic import BaseModel, Field, model_validator
 
-from megasdc.checkpoint.files import MANIFEST_FILE, step_folder
+from megasdc.checkpoint.files import MANIFEST_FILE, VERIFIED_FILE, step_folder
 from megasdc.checkpoint.manifest import KnownState
 from megasdc.checkpoint.records import Count, Inside, Record, Time, Xxh3, read_text, record_text
-from megasdc.checkpoint.verify import VERIFIED_FILE
 from megasdc.common.errors import CheckpointError, ConfigError, StorageError
 from megasdc.ops.archive.cut import BlockPiece, count_blocks, cut
 from megasdc.ops.archive.store import Store

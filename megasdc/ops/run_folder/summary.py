@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.files import step_folder
+from megasdc.checkpoint.files import VERIFIED_BY_GUARD_FILE, VERIFIED_FILE, step_folder
 from megasdc.common.errors import ERRORS_BY_EXIT_CODE, CorruptionError, DataError, MegasdcError, NonFiniteError
 from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.words import number_of
@@ -189,7 +189,7 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
         end=status.text,
         guard=guard,
         protection=None if sections is None else _protection(run, sections.protect),
-        verified=_newest_verified(run, saves),
+        verified=_newest_verified(saves),
     )
 
 
@@ -200,13 +200,10 @@ def _protection(run: RunRecord, word: str) -> str:
     return f"{word}: {number_of(agreed, 'audit')} agreed, {number_of(len(found), 'finding')}"
 
 
-def _newest_verified(run: RunRecord, saves: Sequence[str]) -> str | None:
-    """The newest of checkpoints after which an audit has agreed; None: there is none."""
-    steps = sorted({one.step for one in run.of("verify", "checkpoint") if one.step is not None}, reverse=True)
-    seen = {one.step: str(one.fields["path"]) for one in run.of("guard", "saved")}
-    own = {Path(path).name: path for path in saves}
-    paths = (own.get(step_folder(step)) if run.config else seen.get(step) for step in steps)
-    return next((path for path in paths if path in saves), None)
+def _newest_verified(saves: Sequence[str]) -> str | None:
+    """The newest of checkpoints that is marked as one after which an audit has agreed; None: there is none."""
+    marks = (VERIFIED_FILE, VERIFIED_BY_GUARD_FILE)
+    return next((one for one in reversed(saves) if any(Path(one, mark).exists() for mark in marks)), None)
 
 
 def _failure(run: RunRecord, ending: LaunchEnding, checkpoints: Path) -> LaunchFailure:
@@ -232,11 +229,8 @@ def _failure(run: RunRecord, ending: LaunchEnding, checkpoints: Path) -> LaunchF
         page, suspects = str(hang.path), [f"{one.label} ({one.doing})" for one in hang.named] or list(hang.hosts)
     verified, way = None, None
     of_guard = next((one.verified_checkpoint for _, one in reversed(recent) if one.script is not None), None)
-    if of_guard is None and (saves := _saves_of_guard(run)):
-        from megasdc.attached.saves import MARK  # imports torch
-
-        of_guard = next((one for one in reversed(saves) if Path(one, MARK).exists()), None)
-    if any(checkpoints.glob("step_*/verified.json")):
+    of_guard = of_guard or _newest_verified(_saves_of_guard(run))
+    if any(checkpoints.glob(f"step_*/{VERIFIED_FILE}")):
         from megasdc.checkpoint.verify import list_verified  # imports torch
 
         verified = max(list_verified(checkpoints), default=None)

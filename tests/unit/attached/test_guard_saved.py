@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megasdc.attached.saves import MARK, SAVED, Saved, check_makers, forget_save, is_marked, read_saved
+from megasdc.attached.saves import SAVED, Saved, check_makers, forget_save, is_marked, read_saved
+from megasdc.checkpoint.files import VERIFIED_BY_GUARD_FILE
 from megasdc.checkpoint.ranks import FolderRanks
 from megasdc.checkpoint.records import write_record
 from megasdc.common.errors import CheckpointError
@@ -21,7 +22,7 @@ LAYOUT = "TP1 x PP1 x DP2"
 def _save(folder: Path) -> Path:
     path = folder / SHARD
     path.write_bytes(b"moments")
-    (folder / MARK).write_text("{}")
+    (folder / VERIFIED_BY_GUARD_FILE).write_text("{}")
     files = {SHARD: [path.stat().st_size, path.stat().st_mtime_ns]}
     nodes = {"a (GPU-1)": [0], "a (GPU-2)": [1]}
     write_record(folder / SAVED, Saved(save_id="x-0", step=3, layout=LAYOUT, zero=True, nodes=nodes, files=files))
@@ -57,7 +58,7 @@ def test_marks_of_older_versions_count_until_something_is_saved_over_them(tmp_pa
     path = _save(tmp_path)
     (tmp_path / SAVED).unlink()
     assert is_marked(tmp_path)
-    os.utime(path, ns=(0, (tmp_path / MARK).stat().st_mtime_ns + 1))
+    os.utime(path, ns=(0, (tmp_path / VERIFIED_BY_GUARD_FILE).stat().st_mtime_ns + 1))
     assert not is_marked(tmp_path)
     _save(tmp_path)
     forget_save(tmp_path)

@@ -16,8 +16,9 @@ import psutil
 import pytest
 from hand_made import write_checkpoint
 
+from megasdc.checkpoint.files import VERIFIED_FILE
 from megasdc.checkpoint.records import write_record
-from megasdc.checkpoint.verify import VERIFIED_FILE, VerifiedMark
+from megasdc.checkpoint.verify import VerifiedMark
 from megasdc.common.errors import ConfigError, LaunchError
 from megasdc.config.sections import CheckpointSection
 from megasdc.engine.hooks import RunEnd

@@ -377,8 +377,7 @@ def _guarded(folder: Path, *, closed: bool) -> Path:
         saved.mkdir(parents=True, exist_ok=step == 4)
         log.emit("guard", "saved", step=step, path=str(saved))
     (folder / "own" / "global_step2").rmdir()
-    for step in (4, 2):  # the other one is gone
-        log.emit("verify", "checkpoint", step=step, path="own", audit_step=5)
+    (folder / "own" / "global_step5" / "megasdc_verified.json").touch()
     if closed:
         log.emit("guard", "closed", step=7, steps=7, audits=2, agreed=2, findings=1)
     log.close()
@@ -394,11 +393,10 @@ def test_a_training_with_a_guard_is_summarized(tmp_path: Path, monkeypatch: pyte
     assert "end               done at step 7." in said
     left = [str(tmp_path / "closed" / "own" / f"global_step{step}") for step in (5, 4)]  # 4 was saved again
     assert f"checkpoints       {', '.join(left)}" in said.splitlines()
-    assert f"verified          up to {left[1]}" in said.splitlines() and "protection" not in said
+    assert f"verified          up to {left[0]}" in said.splitlines() and "protection" not in said
     running = summarize_run(_guarded(tmp_path / "open", closed=False))
     assert (running.state, running.steps, running.finished) == ("running", 5, False), "step 6 may not be taken"
     assert "guard             2 audits agreed, 1 finding; TP1" in render(running)
-    (tmp_path / "open" / "own" / "global_step5" / "megasdc_verified.json").touch()
     _fails(tmp_path / "open", CorruptionError("it went wrong"), monkeypatch)
     failed = summarize_run(tmp_path / "open").failure
     assert failed is not None and failed.verified_checkpoint == str(tmp_path / "open" / "own" / "global_step5")
