@@ -479,6 +479,7 @@ def _recording(start: Start, writer: MetricsWriter | None, study: Study | None) 
     clock = None if detection is None else detection.budget.looks
     observation = ObserverSwitch(run.engine, watches, clock) if watches else None
     if detection is not None and observation is not None:
+        detection.observe = observation.before_step
         detection.search = build_search(config.megasdc.sdc.always_on, detection, run, observation)
     return Recording(
         observation,

@@ -256,6 +256,7 @@ class Guard:
                 level = logging.INFO if training.settings.protect == OFF else logging.DEBUG
                 logger.log(level, "coverage of silent data corruption:\n%s", "\n".join(table))
         self._lifetime = Lifetime(training, self._checks(), says=trial is None)
+        self._saves.tell = partial(setattr, self._lifetime, "candidate")
         self._at_end = weakref.finalize(self, self._lifetime.end)
         self._say_protection()
 

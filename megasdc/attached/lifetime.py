@@ -11,6 +11,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megasdc.attached.training import Training
 from megasdc.common.credentials import without_credentials
@@ -45,12 +46,14 @@ class Lifetime:
 
     Attributes:
         findings: number of findings that were settled.
+        candidate: folder of the newest save that no audit has followed; None: there is none.
     """
 
     def __init__(self, training: Training, checks: Sequence[str], *, says: bool = True) -> None:
         self._events, self._folder = training.events, training.folder
         self._step = training.step - 1
         self.findings = 0
+        self.candidate: Path | None = None
         self._steps = self._audits = self._agreed = 0
         self._over, self._says = False, says and training.dims.rank == 0
         names = [one.fqn for one in training.watched]
@@ -89,4 +92,5 @@ class Lifetime:
         done = {"steps": self._steps, "audits": self._audits, "agreed": self._agreed, "findings": self.findings}
         self._events.emit_on_rank_0("guard", "closed", step=self._step, **done)
         if self._says:
-            say(f"closed after step {self._step}: {describe_end(**done)}; megasdc summary {self._folder}")
+            last = f"; no audit has followed the save {self.candidate}" if self._audits and self.candidate else ""
+            say(f"closed after step {self._step}: {describe_end(**done)}{last}; megasdc summary {self._folder}")

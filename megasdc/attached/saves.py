@@ -214,6 +214,8 @@ class SaveMarks(Protection):
         self.verified: Path | None = None
         self.agreed_step: int | None = None
         self.after_load: Callable[[], None] = lambda: None
+        self.tell: Callable[[Path | None], None] = lambda candidate: None
+        """Told the newest checkpoint that is not marked, when there is another."""
         self._engine.save_checkpoint, self._engine.load_checkpoint = self._noting, self._loading
 
     def close(self) -> None:
@@ -244,6 +246,7 @@ class SaveMarks(Protection):
         self._count += 1
         if self._on_all(are_finite(self._state()))[0]:
             self._waiting.append((step, folder))
+            self.tell(folder)
             self._emit("guard", "saved", step=step, path=str(folder.absolute()))
         else:
             self._emit("warning", "checkpoint_not_finite", step=step, path=str(folder))
@@ -338,6 +341,7 @@ class SaveMarks(Protection):
         found = [] if settled else self._settle(audit_step)
         ready = [one for one in self._waiting if one[0] < audit_step]
         self._waiting = self._waiting[len(ready) :]
+        self.tell(self.candidate)
         for saved, folder in found + ready:
             self.verified = folder
             if self._place.leader:

@@ -169,6 +169,7 @@ def is_initial_weights(folder: Path | str) -> bool:
     return (Path(folder) / WEIGHTS_FILE).is_file()
 
 
+_READABLE = "megasdc inspect-checkpoint, manifest and compare read it; a run cannot start from it"
 _REMEDIES = {
     CHECKPOINT: "give it to eval, generate, export-hf or megasdc.model.initial_weights, or convert it with megasdc "
     "convert-checkpoint {path} --to universal",
@@ -182,9 +183,10 @@ _REMEDIES = {
     DATA: "name it in megasdc.data.path",
     MODEL: "import it with megasdc import-hf {path} OUT",
     RUN: "its checkpoints are in {path}/checkpoints",
-    ZERO: "megasdc compare reads it; a run cannot start from it",
-    ZEROS: "give one of the folders in it, such as that which {path}/latest names, to megasdc compare",
-    DCP: "megasdc compare reads it; a run cannot start from it",
+    ZERO: _READABLE,
+    ZEROS: "give one of the folders in it, such as that which {path}/latest names, to megasdc inspect-checkpoint, "
+    "manifest or compare",
+    DCP: _READABLE,
 }
 _REMEDIES_FOR_UNIVERSAL = {
     CHECKPOINT: "convert it with megasdc convert-checkpoint {path} --to universal",

@@ -212,8 +212,8 @@ class AuditSection(AuditTimes, Section):
     granularity: Granularity = setting("gemm", "Which submodules are compared; see `trace.granularity`.")
     verify_checkpoints: bool = setting(
         False,
-        "Also audit the step after each checkpoint, so that it is verified at once.",
-        needs=asks(AUDITS, "checkpoint.interval"),
+        "Also audit the step after each checkpoint, and what the run ends with, so that each is verified at once.",
+        needs=asks(AUDITS),
     )
     permuted: bool | None = setting(
         False,

@@ -282,7 +282,8 @@ def _cost(file: MegasdcSection, replicas: int | None) -> str:
     if sdc.always_on.enabled and sdc.always_on.coverage == "auto":
         most = {f"{sdc.budget_of(number):.2%}" for number in ((1, 2) if replicas is None else (replicas,))}
         which = "checks and audits" if file.audit.enabled else "checks"
-        but = ", but for audits after checkpoints" * (file.audit.enabled and file.audit.verify_checkpoints)
+        after_saves = file.audit.enabled and file.audit.verify_checkpoints and file.checkpoint.interval
+        but = ", but for audits after checkpoints" if after_saves else ""
         parts.append(
             f"{which} at most {' to '.join(sorted(most))} of a step's time as measured, or else a warning{but}"
         )

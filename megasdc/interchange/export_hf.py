@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.hf_shards import HfShards
 from megasdc.checkpoint.tensor_files import num_bytes, write_tensors
+from megasdc.checkpoint.verify import Standing, find_standing
 from megasdc.checkpoint.weights import (
     GENERATION_FILE,
     TOKENIZER_FOLDER,
@@ -257,7 +258,8 @@ class ExportResult:
 
     ``step`` is None for initial weights. ``tokenizer`` is ``auto`` if AutoTokenizer loads it, and some call of it gives
     the same ids; ``note``: what is to be known of it, such as that call where it is not the plain one. ``logits``:
-    comparison with ``transformers``.
+    comparison with ``transformers``. ``standing``: whether an audit has verified the checkpoint; None: no audits are in
+    use there.
     """
 
     source: str
@@ -271,6 +273,7 @@ class ExportResult:
     tokenizer: Literal["auto", "model file"]
     note: str | None
     logits: LogitsComparison
+    standing: Standing | None = None
 
     def render(self) -> str:
         """The result as text."""
@@ -281,6 +284,7 @@ class ExportResult:
             f"from {self.source} ({of})"
         ]
         lines.append(self.logits.render())
+        lines += [] if self.standing is None else [f"checkpoint: {self.standing}"]
         return "\n".join(lines if self.note is None else [*lines, f"tokenizer: {self.note}"])
 
 
@@ -448,6 +452,7 @@ def export_hf(
             tokenizer="auto" if encoding is not None and encoding.call is not None else "model file",
             note=note,
             logits=compare_logits(weights, exported, rounded_to=_DTYPES.get(dtype), progress=progress),
+            standing=find_standing(weights.path),
         )
         text = encoding.text if encoding is not None else note or ""
         _write_readme(folder, weights, special.text, text, result)

@@ -366,10 +366,10 @@ class CheckBudget:
                     "sdc", "cadence", step=step, **asdict(chosen), budget=budget, was=before, parts=self._shares
                 )
                 logger.info(
-                    "checks look at %d of %d micro-batches in every %d. step from now on%s: %.2g%% of a step, was "
+                    "checks look at %d of %d micro-batches once in %d steps from now on%s: %.2g%% of the time, before "
                     "%.2g%%",
                     *(chosen.micro_batches, self.micro_batches, chosen.every),
-                    "" if chosen.apart == 1 else f", ranks compare parameters and settings in every {chosen.apart}.",
+                    "" if chosen.apart == 1 else f", ranks compare parameters and settings once in {chosen.apart}",
                     *(100 * now, 100 * before),
                 )
         is_least = self.cadence.every == MOST_EVERY and self.cadence.apart == (APART[-1] if self._thins else 1)

@@ -500,3 +500,20 @@ def test_the_first_step_after_a_resume_is_audited_and_changes_no_bit(tmp_path: P
     assert "micro-batch 0" not in page.read_text()
     (found,) = events_of(tmp_path / "harmed", "sdc", "verdict")
     assert "step 4, the extra micro-batch of the audit, " in str(found)
+
+
+def test_what_a_run_ends_with_is_audited(tmp_path: Path, data: Path) -> None:
+    """A fault that begins after the last step ends the run, and its last checkpoint stays a candidate; the next start
+    goes back to the one before, and its own last one is verified.
+    """
+    fault = {"submodule": "*.linear_fc1", "rank": 1, "steps": [7, 7], "same_elements": True, "bits": "exponent"}
+    audit = {"enabled": True, "interval": 100, "verify_checkpoints": True}
+    harmed = _write(tmp_path, data, "run", 2, audit=audit, faults=[fault])
+    assert [code for code, _ in train_run(harmed, 2)] == [73, 73]
+    assert [one[:3] for one in verdicts_of(tmp_path / "run")] == [(7, "audit", 1)]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert (list_steps(checkpoints), list_verified(checkpoints)) == ([3, 6], [3])
+    assert [code for code, _ in train_run(_write(tmp_path, data, "run", 2, audit=audit), 2)] == [0, 0]
+    assert (list_steps(checkpoints), list_verified(checkpoints)) == ([3, 6], [3, 6])
+    audits = [(one["step"], one["micro_batch_of"]) for one in events_of(tmp_path / "run", "audit", "agreed")]
+    assert audits == [(1, "extra"), (4, "training"), (4, "training"), (7, "extra")]

@@ -21,6 +21,8 @@ from whole_runs import (
     write_run,
 )
 
+from megasdc.checkpoint.files import list_steps
+from megasdc.checkpoint.verify import list_verified
 from megasdc.ops.run_folder.summary import summarize_run
 
 pytestmark = pytest.mark.distributed
@@ -72,6 +74,8 @@ def test_standard_changes_no_bit_of_the_training(
     audits = [(one["step"], one["micro_batch_of"]) for one in events_of(tmp_path / "standard", "audit", "agreed")]
     assert {step for step, _ in audits} >= {1, 2, 4, 6} and {which for _, which in audits} == {"extra"}
     assert verdicts_of(tmp_path / "standard") == []
+    checkpoints = tmp_path / "standard" / "checkpoints"
+    assert list_verified(checkpoints) == list_steps(checkpoints), "the last one by an audit after the last step"
     (start,) = events_of(tmp_path / "standard", "start", "protection")
     assert start["word"] == "standard" and [line.split(": ")[0] for line in start["lines"]] == [
         "protect standard, covered",
@@ -126,7 +130,8 @@ def test_standard_finds_names_and_repairs_and_strict_halts(tmp_path: Path, data:
             assert [code for code, _ in results if code] == [], results
     ((step, tier, rank, verdict, _, action),) = verdicts_of(tmp_path / "harmed")
     assert (step, tier, rank, verdict, action) == (3, "parameters", 1, "not_reproduced", "repair")
-    assert str(summarize_run(tmp_path / "harmed").protection) == "standard: 2 audits agreed, 1 finding"
+    told = str(summarize_run(tmp_path / "harmed").protection)
+    assert told == "standard: 3 audits agreed, 1 finding", "at the start, the resume and the end"
     assert end_of(tmp_path / "clean") == end_of(tmp_path / "harmed")
     forgets = {"checkpoint__memory__interval": 0}  # of a run that has failed they would stay in the memory of the host
     strict = _write(tmp_path, data, "strict", (1, 1, 3), protect="strict", faults=[{**fault, **scaled}], **forgets)

@@ -281,9 +281,9 @@ def test_missing_hostfile_starts_nothing(launches: Launches) -> None:
 
 
 def test_dry_run_checks_and_starts_nothing(launches: Launches) -> None:
-    """The command is shown as JSON, nothing runs, nothing is written."""
+    """The command is shown as JSON, nothing runs, nothing is written, and the last line says so."""
     process = launches.start("sum", "--dry-run", "--json")
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 0 and "checks passed; nothing was started" in err.splitlines()[-1], err
     assert json.loads(out)["hosts"] == {"node1": [0], "node2": [0]}
     assert list(launches.run_dir.iterdir()) == []

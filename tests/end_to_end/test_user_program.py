@@ -113,7 +113,7 @@ def test_a_training_ends_as_without_megasdc_and_its_failures_are_named(
         text=True,
         check=True,
     )
-    assert "exit code 75" in shown.stdout and "steps             7 of ?" in shown.stdout
+    assert "exit code 75" in shown.stdout and "steps             7\n" in shown.stdout
     buffers = [json.loads(path.read_text())["buffer"] for path in folder.glob("runs/train/done/*/started_*.json")]
     assert len(buffers) == 6 and all(buffers)
     assert not [name for name in buffers if (SHARED_MEMORY / name).exists()]

@@ -142,7 +142,7 @@ def inspect_hosts(
             report.found.extend(_host_problems(answer.host, answer.value, needs, several))
     report.found.extend(differing_data({host: found["data"] for host, found in report.facts.items()}, trusted))
     for host, name, text in left_behind({host: found["locks"] for host, found in report.facts.items()}):
-        if "ninja" in needs.compilers and _has_none(report.facts[host], needs) and name in CPU_EXTENSIONS:
+        if "ninja" in needs.compilers and has_no_accelerator(report.facts[host], needs) and name in CPU_EXTENSIONS:
             # Of no host: a lock is no fault of one, and no other has to take its place.
             report.found.append(HostProblem((), text))
         else:
@@ -289,7 +289,7 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, severa
             f"{host}: rank 0 cannot listen on port {needs.master_port} ({found['port_problem']}); "
             "end the other run, or choose another with `-- --master_port N`"
         )
-    has_none = _has_none(found, needs)
+    has_none = has_no_accelerator(found, needs)
     if has_none:
         problems += _missing_compilers(host, found, needs)
     own = found["own_address"]
@@ -307,7 +307,7 @@ def _host_problems(host: str, found: Mapping[str, Any], needs: HostNeeds, severa
     return [*(HostProblem((host,), text) for text in problems), *unwritable]
 
 
-def _has_none(found: Mapping[str, Any], needs: HostNeeds) -> bool:
+def has_no_accelerator(found: Mapping[str, Any], needs: HostNeeds) -> bool:
     """Whether ranks of a host have no accelerator."""
     return needs.cpu_only or not found["has_gpu"]
 

@@ -31,7 +31,14 @@ from megasdc.common.wire import own_address_towards, raise_descriptor_limit
 from megasdc.ops.health.front.address import front_path
 from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.launch import environment, host_failed, own_lines
-from megasdc.ops.launch.checks import HostReport, address_from_here, inspect_hosts, left_locks, master_address
+from megasdc.ops.launch.checks import (
+    HostReport,
+    address_from_here,
+    has_no_accelerator,
+    inspect_hosts,
+    left_locks,
+    master_address,
+)
 from megasdc.ops.launch.hosts import Placement, without_user
 from megasdc.ops.launch.launch_verdict import (
     LaunchVerdict,
@@ -227,8 +234,10 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
     print_front_message(f"launch {plan.launch_id}: {_describe(plan.placement)}{loading}")
     if dry_run:
         print_front_message(f"would run: {shlex.join(plan.shown_command)}")
-        return _result(plan, LaunchVerdict(0, None, None, ["checks passed; nothing was started"]), None)
-    if note := first_compilation(plan.program, plan.needs.extensions):
+        print_front_message(NOTHING_STARTED)
+        return _result(plan, LaunchVerdict(0, None, None, [NOTHING_STARTED]), None)
+    on_cpu = any(has_no_accelerator(found, plan.needs) for found in report.facts.values())
+    if note := first_compilation(plan.program, plan.needs.extensions, on_cpu=on_cpu):
         print_front_message(note)
     away: dict[str, str] = {}
     with _holding(plan), _meeting(plan, away) as plan:
@@ -246,25 +255,30 @@ def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Ca
     return result
 
 
-def first_compilation(program: RankProgram, extensions: str | None) -> str | None:
+NOTHING_STARTED = "checks passed; nothing was started"
+COMMUNICATION = "deepspeed_shm_comm"
+"""What DeepSpeed compiles for ranks on CPUs as soon as they form a group."""
+
+
+def first_compilation(program: RankProgram, extensions: str | None, *, on_cpu: bool) -> str | None:
     """A sentence on what DeepSpeed compiles in the first start on this host, and how to avoid it; None: nothing is.
 
     Args:
         extensions: folder of compiled extensions; None: not known.
+        on_cpu: whether ranks have no accelerator.
     """
     asks = "ninja" in program.compilers  # DeepSpeed's own Adam; which optimizer a user's script takes is not known
     if extensions is None or not (asks or program.is_users):
         return None
     found = {path.parent.name for path in Path(extensions).glob("*/*.so")}
-    if any("adam" in name for name in found) if asks else found:
+    if any("adam" in name for name in found) if asks else found and (not on_cpu or COMMUNICATION in found):
         return None
-    what = (
-        "its own Adam"
-        if asks
-        else "what a training uses, on a CPU its communication and unless told otherwise its Adam"
-    )
-    remedy = "optimizer.params.torch_adam true takes PyTorch's Adam, which needs no compiler"
-    return f"DeepSpeed compiles {what} in the first start on a host, a minute or more, into {extensions}; {remedy}"
+    what = "what a training uses, on a CPU its communication and unless told otherwise its Adam"
+    if found or asks:
+        what = "its own Adam" if asks else "its communication on a CPU"
+    told = f"DeepSpeed compiles {what} in the first start on a host, a minute or more, into {extensions}"
+    remedy = "; optimizer.params.torch_adam true takes PyTorch's Adam, which needs no compiler"
+    return told + remedy * ("Adam" in what)
 
 
 def _left_locks(plan: LaunchPlan, away: Mapping[str, str]) -> list[str]:

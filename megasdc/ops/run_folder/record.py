@@ -251,10 +251,10 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     read at all.
     """
     notes: list[str] = []
-    config = load_recorded_config(path / CONFIG_FILE, notes)
-    series, last_line = _load_series(path, notes)
-    events = _load_events(path, notes, on_progress)
-    events = _of_this_run(events, notes)
+    events = _of_this_run(_load_events(path, notes, on_progress), notes)
+    of_user = any((one.kind, one.name) == ("guard", "attached") for one in events)  # a guard writes events alone
+    config = load_recorded_config(path / CONFIG_FILE, notes, needed=not of_user)
+    series, last_line = _load_series(path, notes, needed=not of_user)
     slowness = load_slowness(path, notes)
     times = [events[-1].time] if events else []
     hangs, unreadable = load_hangs(path)
@@ -276,26 +276,27 @@ def load_run(path: Path, on_progress: OnProgress | None = None) -> RunRecord:
     )
 
 
-def load_recorded_config(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A run's configuration; empty where it cannot be read, which is noted."""
+def load_recorded_config(path: Path, notes: list[str], *, needed: bool = True) -> dict[str, Any]:
+    """A run's configuration; empty where it cannot be read, which is noted, as its absence is where it is needed."""
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
             return found
         notes.append(f"{path.name} holds no configuration and is left out")
     except FileNotFoundError:
-        notes.append(f"{path.name} is missing: what was configured is not known")
+        if needed:
+            notes.append(f"{path.name} is missing: what was configured is not known")
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read and is left out: {error}")
     return {}
 
 
-def _load_series(folder: Path, notes: list[str]) -> tuple[dict[str, Series], list[float]]:
-    """Metrics by name, and the time of the last line."""
+def _load_series(folder: Path, notes: list[str], *, needed: bool) -> tuple[dict[str, Series], list[float]]:
+    """Metrics by name, and the time of the last line; ``needed``: their absence is noted."""
     for old in sorted(folder.glob("metrics.until_*.jsonl")):
         notes.append(f"{old.name}, of an earlier run in the same folder, is not shown")
     if not (folder / METRICS_FILE).exists():
-        notes.append(f"{METRICS_FILE} is missing: no number was reported yet")
+        notes += [f"{METRICS_FILE} is missing: no number was reported yet"] if needed else []
         return {}, []
     rows = read_lines(folder / METRICS_FILE, metrics_row, notes)
     series, twice = series_of(rows)

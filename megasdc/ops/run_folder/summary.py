@@ -351,15 +351,15 @@ def _unigram_entropy(data: Path) -> float | None:
 def render(summary: RunSummary) -> str:
     """The summary as text for a terminal."""
     of_user = summary.planned_steps is None and bool(summary.end)  # a training whose length is not known
-    planned = "?" if summary.planned_steps is None else summary.planned_steps
+    planned = "" if summary.planned_steps is None else f" of {summary.planned_steps}"
     skipped = f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else ""
     lines = [f"run folder        {summary.run_dir}"]
     lines += [f"end               {summary.end}"] if of_user else []
-    lines.append(f"steps             {summary.steps} of {planned}{skipped}")
+    lines.append(f"steps             {summary.steps}{planned}{skipped}")
     if summary.guard is not None:
         lines.append(f"guard             {summary.guard}")
     if summary.failure is not None:
-        lines += _render_failure(summary.failure)
+        lines += _render_failure(summary.failure, told=of_user)
     lines += [f"skipped           {one}" for one in summary.skipped[-_SHOWN_SKIPS:]]
     if len(summary.skipped) > _SHOWN_SKIPS:
         lines.append(f"skipped           and {len(summary.skipped) - _SHOWN_SKIPS} times before: see --json")
@@ -401,10 +401,12 @@ def render(summary: RunSummary) -> str:
     return "\n".join(lines)
 
 
-def _render_failure(failure: LaunchFailure) -> list[str]:
+def _render_failure(failure: LaunchFailure, *, told: bool) -> list[str]:
+    """Lines on a failure; ``told``: its text stands above."""
     kind = ERRORS_BY_EXIT_CODE.get(failure.exit_code)
     meaning = "" if kind is None else f": {(kind.__doc__ or '').splitlines()[0]}"
-    lines = [f"ended with        exit code {failure.exit_code}{meaning}", f"because           {failure.text}"]
+    lines = [f"ended with        exit code {failure.exit_code}{meaning}"]
+    lines += [] if told else [f"because           {failure.text}"]
     if failure.verdict is not None:
         often = f" ({failure.repeats})" if failure.repeats else ""
         lines.append(f"verdict           {failure.verdict.replace('_', ' ')}{often}")

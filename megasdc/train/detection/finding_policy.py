@@ -24,7 +24,7 @@ from megasdc.checkpoint.verify import list_verified, mark_corruption, mark_verif
 from megasdc.common.errors import CorruptionError, DataError, StorageError
 from megasdc.config.detection import EXTRA, TRAINING, SdcSection
 from megasdc.config.load import RunConfig
-from megasdc.engine.engine import StepResult, TrainingEngine
+from megasdc.engine.engine import TrainingEngine
 from megasdc.engine.hooks import Run
 from megasdc.engine.observer import Listener
 from megasdc.parallel.collectives import Agreed
@@ -352,7 +352,7 @@ class FindingPolicy:
                 logger.warning("checkpoints from step %d on hold this corruption and will not be verified", since)
         return again
 
-    def after_audit(self, run: Run, result: StepResult, *, extra: bool, recorded: bool) -> None:
+    def after_audit(self, run: Run, step: int, doubt: str | None, *, extra: bool, recorded: bool) -> None:
         """Mark earlier checkpoints as verified, if all replicas agreed in an audited step that was committed.
 
         Checkpoints saved since a wrong state was committed are not marked, and none is where a position's replicas
@@ -360,28 +360,29 @@ class FindingPolicy:
         was not finite, or that was skipped: replicas that agree on NaN have computed nothing that can be relied on.
 
         Args:
+            step: the step that was audited; after the last one, the number that the next would have.
+            doubt: why nothing can be relied on that was computed in it; None: it was taken, and is finite.
             extra: whether the step was audited by an extra micro-batch.
             recorded: whether all ranks have recorded results of the audit.
         """
         everywhere = self._dims.pipeline * self._dims.tensor
         unseen = self._comparable is not None and len(self._comparable) < everywhere
-        if unseen or result.step == self._committed_wrong:
+        if unseen or step == self._committed_wrong:
             return
         if not recorded:
-            self._emit("audit_void", step=result.step, reason="a rank has recorded no result of it")
+            self._emit("audit_void", step=step, reason="a rank has recorded no result of it")
             if self._dims.rank == 0:
-                logger.warning("step %d: the audit is void, since a rank has recorded no result of it", result.step)
+                logger.warning("step %d: the audit is void, since a rank has recorded no result of it", step)
             return
-        if not result.is_finite:
+        if doubt is not None:
             if self._dims.rank == 0:
-                reason = result.skipped or "its loss or gradient norm is not finite"
-                run.events.emit("audit", "not_finite", step=result.step, reason=reason)
+                run.events.emit("audit", "not_finite", step=step, reason=doubt)
             return
-        last = result.step - 1 if self._wrong_since is None else min(result.step, self._wrong_since) - 1
+        last = step - 1 if self._wrong_since is None else min(step, self._wrong_since) - 1
         if self._dims.rank == 0:
             which = EXTRA if extra else TRAINING
-            run.events.emit("audit", "agreed", step=result.step, verified_up_to=last, micro_batch_of=which)
-        self._incidents.verified(last, result.step)
+            run.events.emit("audit", "agreed", step=step, verified_up_to=last, micro_batch_of=which)
+        self._incidents.verified(last, step)
 
     def after_save(self) -> None:
         """Mark a checkpoint that has become whole, where an audit has agreed on it already."""

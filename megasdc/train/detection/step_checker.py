@@ -65,6 +65,7 @@ from megasdc.train.detection.findings import (
     AUDITED,
     COPIES,
     LOSS,
+    MOVED,
     NO_RECORDS,
     NOT_FINITE,
     OF_PLACE,
@@ -146,6 +147,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NOT_FINITE_LOSS = "its loss or gradient norm is not finite"
+"""Why an audit of a step that was taken verifies nothing."""
 FINITE_PHASES = (FORWARD, BACKWARD)
 """Phases whose results are checked for NaN and Inf in every step.
 
@@ -255,6 +258,10 @@ class StepChecker(Hook):
         self._extra: Shared | None = None
         """The extra micro-batch that is audited in this step; None: no audit, or of one of the step's micro-batches."""
         self._first_step: int | None = None
+        self._end: int | None = None
+        """The number after the last step's, where what the run ends with is audited; None: it is not, or not yet."""
+        self.observe: Callable[[Run], None] = lambda run: None
+        """Attaches listeners for the results that are needed with the parameters of now."""
         self._covered: Collection[int] = ()
         self._compares = True
         """Whether ranks compare in this step what each step has; the same on all of them."""
@@ -275,7 +282,7 @@ class StepChecker(Hook):
 
     def is_audit(self, step: int) -> bool:
         """Whether a step is audited; the same on all ranks."""
-        return self._is_asked(step) or step == self._first_step
+        return self._is_asked(step) or step in (self._first_step, self._end)
 
     def _is_asked(self, step: int) -> bool:
         return self._requested or self._audit.is_due(step, self._save_interval, self.budget.audit_factor)
@@ -283,9 +290,10 @@ class StepChecker(Hook):
     def _is_extra(self, step: int) -> bool:
         """Whether an audit of a step takes an extra micro-batch instead of one of the step's.
 
-        It always does where only the start asks for the audit, so that a resumed run has the bits of one that went on.
+        It always does where only the start asks for the audit, so that a resumed run has the bits of one that went on,
+        and at the end of a run.
         """
-        return self._audit.micro_batch == EXTRA or not self._is_asked(step)
+        return self._audit.micro_batch == EXTRA or step == self._end or not self._is_asked(step)
 
     def audited_submodules(self, step: int) -> Collection[str]:
         """Submodules that the audit observes in a step, in a micro-batch of the step."""
@@ -382,12 +390,16 @@ class StepChecker(Hook):
         return shared
 
     def _share(self, run: Run, step: int) -> Shared:
-        """The replica whose samples all replicas use in an audit, and the positions of these samples."""
+        """The replica whose samples all replicas use in an audit, and the positions of these samples.
+
+        At the end of a run they are those of the last step, since the stream may end with them.
+        """
         dims = run.dims
         source = self._audit.source(step, dims.data, self.budget.audit_factor)
         positions = torch.full((run.loader.micro_batch_size,), -1, dtype=torch.int64)
         if dims.is_first_stage and dims.dp_rank == source:  # reads every micro-batch; stages in the middle read none
-            positions = torch.tensor(run.loader.next_positions)
+            at_end = step == self._end
+            positions = torch.tensor(self._batches.positions(0) if at_end else run.loader.next_positions)
         dist.all_reduce(positions, op=dist.ReduceOp.MAX, group=self._host_group)
         return Shared(source, tuple(positions.tolist()))
 
@@ -576,7 +588,8 @@ class StepChecker(Hook):
         if self._auditing:
             if self._extra is None:
                 run.progress.samples -= (run.dims.data - 1) * run.engine.micro_batch_size
-            self._policy.after_audit(run, result, extra=self._extra is not None, recorded=not self._is_void)
+            doubt = None if result.is_finite else result.skipped or NOT_FINITE_LOSS
+            self._policy.after_audit(run, result.step, doubt, extra=self._extra is not None, recorded=not self._is_void)
         if self.place is not None:
             self.place.finish()
         self._requested = bool(self._request.value)
@@ -625,6 +638,49 @@ class StepChecker(Hook):
             if not again:
                 return
             repaired = True
+
+    def on_end(self, run: Run) -> None:
+        """Audit what the run ends with, where the step after each checkpoint is audited: none follows the last one.
+
+        The first micro-batch of the last step is computed once more by all replicas. Where the run has failed, or is
+        only stopped, the next start does it.
+
+        Raises:
+            CorruptionError: on all ranks, where the policy is to halt; the last checkpoint stays a candidate.
+
+        Collective: all ranks of the world.
+        """
+        engine, verifies = run.engine, self._audit.verify_checkpoints
+        has_trained = self._first_step is not None and run.step >= self._first_step
+        if not (verifies and has_trained) or run.step < run.steps or run.end.error is not None:
+            return
+        run.enter("BETWEEN")
+        self._end, self._auditing, self._covered = engine.step_number, True, ()
+        self._extra = self._share(run, self._end)
+        self._batches.begin(None, self._extra)
+        self.observe(run)
+        repaired = False
+        while True:
+            self._parameters.start()
+            parameters = self._parameters.pop_checksums()
+            self._compute_extra(engine, self._extra)
+            audited, moved = self._audited.pop_trace(), self._move(engine)
+            evidence = Evidence(
+                parameters=parameters,
+                copies=self._parameters.copies(parameters),
+                audited=audited,
+                moved=moved,
+                unrecorded=not len(audited),
+            )
+            agreed = self._agree(evidence)
+            of_audit = bool(agreed[MOVED]) or self._policy.can_compare(agreed[AUDITED])
+            if not (of_audit or has_finding(agreed, OF_STATE)):
+                break
+            if not self._policy.settle(engine, evidence, agreed, self.recompute_micro_batch, repaired=repaired):
+                break
+            repaired = True
+        doubt = None if run.progress.finite_step == run.step else NOT_FINITE_LOSS
+        self._policy.after_audit(run, self._end, doubt, extra=True, recorded=not agreed[NO_RECORDS])
 
     def close(self) -> None:
         """Stop listening to the optimizer."""

@@ -100,10 +100,11 @@ def settle(disputes: FindingPolicy, run: Run) -> Any:
     return disputes.settle_kept(run.engine, Evidence(parameters=Parameters.own), DIFFER, repaired=False)
 
 
-def audited(disputes: FindingPolicy, run: Run, step: int, *, recorded: bool = True, **ended: Any) -> list[int]:
+def audited(
+    disputes: FindingPolicy, run: Run, step: int, *, recorded: bool = True, doubt: str | None = None
+) -> list[int]:
     """Tell that an audit of a step has agreed, and how it ended; the steps that are verified then."""
-    result: Any = SimpleNamespace(step=step, **{"is_finite": True, **ended})
-    disputes.after_audit(run, result, extra=False, recorded=recorded)
+    disputes.after_audit(run, step, doubt, extra=False, recorded=recorded)
     return list_verified(run.folder / "checkpoints")
 
 
@@ -320,6 +321,6 @@ def test_an_audit_that_agrees_on_nan_verifies_nothing(group: None, tmp_path: Pat
     """A step that was skipped, or is not finite, is no evidence; the next one that is finite verifies."""
     write_checkpoint(tmp_path / "checkpoints", 6, not_finite=[], nodes={socket.gethostname(): [0]})
     disputes, run = started(tmp_path)
-    assert audited(disputes, run, STEP, is_finite=False, skipped="NaN") == []
+    assert audited(disputes, run, STEP, doubt="NaN") == []
     assert [one.fields["reason"] for one in read_events(tmp_path, kind="audit", name="not_finite")] == ["NaN"]
     assert audited(disputes, run, STEP + 1) == [6]

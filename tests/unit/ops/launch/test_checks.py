@@ -536,19 +536,29 @@ def test_the_load_of_this_host_is_read(tmp_path: Path) -> None:
 
 
 def test_a_first_start_says_what_is_compiled_and_how_to_avoid_it(tmp_path: Path) -> None:
-    """Where DeepSpeed's Adam is asked for and not compiled yet, and in a user's first start of all."""
-    own, plain = {"ninja": "optimizer.params.torch_adam false"}, dict[str, str]()
+    """Where DeepSpeed's Adam is asked for and not compiled yet, and in a user's first start of all.
 
-    def note(compilers: dict[str, str], is_users: bool) -> str | None:
+    On a CPU that is the first that forms a group, also where the Adam is there.
+    """
+    own, plain, extensions = {"ninja": "optimizer.params.torch_adam false"}, dict[str, str](), tmp_path / "some"
+
+    def note(compilers: dict[str, str], is_users: bool, *, on_cpu: bool = False) -> str | None:
         program: Any = SimpleNamespace(compilers=compilers, is_users=is_users)
-        return first_compilation(program, str(tmp_path))
+        return first_compilation(program, str(extensions), on_cpu=on_cpu)
 
     for found in (note(own, False), note(plain, True)):
         assert found is not None and "optimizer.params.torch_adam true" in found and str(tmp_path) in found
     assert note(plain, False) is None
     for name in ("deepspeed_shm_comm", "cpu_adam"):
         assert note(own, False) is not None
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.so").touch()
+        (extensions / name).mkdir(parents=True)
+        (extensions / name / f"{name}.so").touch()
         assert note(plain, True) is None
     assert note(own, False) is None
+    extensions = tmp_path / "other"
+    for name in ("cpu_adam", "deepspeed_shm_comm"):
+        told = note(plain, True, on_cpu=True)
+        assert told is not None and "communication" in told and ("Adam" in told) == (name == "cpu_adam"), told
+        (extensions / name).mkdir(parents=True)
+        (extensions / name / f"{name}.so").touch()
+    assert note(plain, True, on_cpu=True) is None

@@ -282,7 +282,8 @@ def test_a_run_that_failed_before_its_first_step_has_a_summary(tmp_path: Path, m
     found = summarize_run(folder)
     assert (found.steps, found.planned_steps, found.finished, found.first_loss) == (0, None, False, None)
     said = render(found)
-    assert "steps             0 of ?" in said and "exit code 72" in said and "training loss" not in said
+    assert "steps             0\n" in said and "exit code 72" in said and "training loss" not in said
+    assert said.count("no verified checkpoint") == 1
     report_failure(tmp_path / "absent", 71, MegasdcError("no data"), 0.0, LockedFolders())
     assert not (tmp_path / "absent").exists(), "a folder is not made to say that nothing was done there"
 
