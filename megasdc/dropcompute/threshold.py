@@ -48,23 +48,36 @@ def normal_cdf(x: NDArray[np.float64] | float) -> NDArray[np.float64]:
     return np.asarray(_ERFC(-np.asarray(x, dtype=np.float64) / math.sqrt(2)), dtype=np.float64) / 2
 
 
+def published_norm_bound(
+    samples: float, largest_batch: float, smoothness: float, noise: float, start_gap: float
+) -> float:
+    """Bound on E[||grad L||^2] of SGD whose batch differs from step to step, by Theorem 4.1 (eq. 2).
+
+    2 L b_max D / K + 2 sigma sqrt(L D / K), of K ``samples`` in steps of at most b_max = ``largest_batch``, for a loss
+    with ``smoothness`` (Lipschitz constant of the gradient) L, gradients of a sample with variance ``noise``^2, and D =
+    ``start_gap``, the first loss over the least one. The expectation is over the samples, and over the steps with
+    probabilities proportional to their batches.
+    """
+    return 2 * smoothness * largest_batch * start_gap / samples + 2 * noise * math.sqrt(
+        smoothness * start_gap / samples
+    )
+
+
 def gradient_norm_bound(
     samples: float, largest_batch: float, smoothness: float, noise: float, start_gap: float
 ) -> tuple[float, float]:
-    """Bound on E[||grad L||^2] of SGD whose batch differs from step to step, and the learning rate that gives it.
+    """A tighter bound on what ``published_norm_bound`` bounds, and the learning rate that gives it; derived here.
 
-    Theorem 4.1 (eq. 2) in kind, derived here: of K ``samples`` in steps of b_i <= ``largest_batch``, a step being eta
-    times the sum of b_i gradients. A loss with ``smoothness`` (Lipschitz constant) L and gradients with variance
-    ``noise``^2 falls by at least eta b_i ||grad||^2 (1 - L eta b_i / 2) - L eta^2 b_i sigma^2 / 2 in expectation. With
-    eta <= 1 / (L b_max), summed over steps, and with D = ``start_gap``, the first loss over the least one:
-    E[||grad||^2] <= 2 D / (eta K) + L eta sigma^2, the mean over samples, so that steps weigh as their batches do.
+    A step being eta times the sum of b_i gradients, the loss falls by at least eta b_i ||grad||^2 (1 - L eta b_i / 2) -
+    L eta^2 b_i sigma^2 / 2 in expectation. Summed over steps, E[||grad||^2] <= (D / (eta K) + L eta sigma^2 / 2) / (1 -
+    L eta b_max / 2) for eta <= 1 / (L b_max), the mean over samples. It is least, A + sqrt(A^2 + B^2) with A = L b_max
+    D / K and B^2 = 2 L sigma^2 D / K, at eta = 1 / (L b_max / 2 + sqrt((L b_max / 2)^2 + L sigma^2 K / (2 D))). That is
+    at most 2 A + B, and the published bound is 2 A + sqrt(2) B: equal only without noise.
     What is dropped costs convergence only by the samples that it lacks: b_max is the planned batch with and without.
-    The paper's own constants are another choice of eta; both fall as 1 / sqrt(K) once K is large.
     """
-    largest_rate = 1 / (smoothness * largest_batch)
-    free = math.sqrt(2 * start_gap / (smoothness * samples)) / noise if noise > 0 else math.inf
-    rate = min(free, largest_rate)
-    return 2 * start_gap / (rate * samples) + smoothness * rate * noise**2, rate
+    half_batch = smoothness * largest_batch / 2
+    inverse = half_batch + math.sqrt(half_batch**2 + smoothness * noise**2 * samples / (2 * start_gap))
+    return 2 * start_gap * inverse / samples, 1 / inverse
 
 
 def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
@@ -79,6 +92,18 @@ def expected_longest(num_replicas: int, mean_s: float, std_s: float) -> float:
     # Phi^-1(1 - p) is -Phi^-1(p), which loses no precision for small p
     far = (1 - EULER_GAMMA) * inverse(1 / num_replicas) + EULER_GAMMA * inverse(1 / (math.e * num_replicas))
     return mean_s - std_s * far
+
+
+def longest_density(
+    times_s: NDArray[np.float64], num_replicas: int, mean_s: float, std_s: float
+) -> NDArray[np.float64]:
+    """Density of T, the time of the slowest of N >= 1 replicas, by eq. 3: N f(x) F(x)^(N-1), [time], in 1 / s.
+
+    f and F are the normal density and distribution with mean and standard deviation > 0 of one replica's time.
+    """
+    x = (np.asarray(times_s, dtype=np.float64) - mean_s) / std_s
+    own = np.exp(-(x**2) / 2) / (math.sqrt(2 * math.pi) * std_s)
+    return num_replicas * own * normal_cdf(x) ** (num_replicas - 1)
 
 
 def exact_longest(num_replicas: int, mean_s: float, std_s: float) -> float:

@@ -13,16 +13,20 @@ fast. The mean of this loss over steps is divided into
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megasdc.dropcompute.threshold import exact_longest, longest_density
 from megasdc.lab.report.step_times import StepTimesOfRun
 
 LITTLE = 0.01
 """Share of a step below which a loss is not worth a remedy."""
+MOST_BINS = 40
+"""Maximum of bins of a histogram."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,25 @@ class WaitingTime:
 
 
 @dataclass(frozen=True)
+class SlowestReplica:
+    """Time of the slowest replica of each step, as measured, and as eq. 3 predicts it for replicas that are alike.
+
+    The prediction takes a replica's time as normal, with mean ``replica_mean_s`` and deviation ``replica_std_s`` of all
+    replicas together. ``mean_s``, ``expected_s``: mean over steps, and the expectation. ``edges_s``: of the bins of the
+    histogram, [bin + 1]; ``measured``, ``predicted``: mean densities in a bin and in its middle, in 1 / s, [bin]; the
+    latter is empty where all times are equal.
+    """
+
+    mean_s: float
+    expected_s: float
+    replica_mean_s: float
+    replica_std_s: float
+    edges_s: tuple[float, ...]
+    measured: tuple[float, ...]
+    predicted: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class TimesReport:
     """Times of a run's steps and their loss to waiting.
 
@@ -74,6 +97,7 @@ class TimesReport:
     step_s: float
     replicas: tuple[ReplicaTimes, ...]
     loss: WaitingTime
+    slowest: SlowestReplica
 
     @property
     def steps_with_drops(self) -> int:
@@ -118,6 +142,7 @@ class TimesReport:
             "step_s": self.step_s,
             "replicas": [asdict(replica) for replica in self.replicas],
             "loss": asdict(self.loss),
+            "slowest": asdict(self.slowest),
             "advice": self.advice,
             "notes": list(times.notes),
         }
@@ -145,7 +170,20 @@ def report_times(times: StepTimesOfRun) -> TimesReport:
         )
         for number, own in enumerate(compute)
     )
-    return TimesReport(times, compute, float(steps.mean()), replicas, _divide(compute, times.gc_s.max(axis=1), busy))
+    loss = _divide(compute, times.gc_s.max(axis=1), busy)
+    return TimesReport(times, compute, float(steps.mean()), replicas, loss, _slowest(compute))
+
+
+def _slowest(compute: NDArray[np.float64]) -> SlowestReplica:
+    longest, mean, std = compute.max(axis=0), float(compute.mean()), float(compute.std())
+    bins = min(MOST_BINS, max(1, round(math.sqrt(longest.size))))
+    measured, edges = np.histogram(longest, bins, density=True)
+    middles = (edges[1:] + edges[:-1]) / 2
+    predicted = longest_density(middles, len(compute), mean, std).tolist() if std > 0 else []
+    expected = exact_longest(len(compute), mean, std)
+    return SlowestReplica(
+        float(longest.mean()), expected, mean, std, tuple(edges.tolist()), tuple(measured.tolist()), tuple(predicted)
+    )
 
 
 def _divide(compute: NDArray[np.float64], collected: NDArray[np.float64], busy: NDArray[np.float64]) -> WaitingTime:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megasdc.dropcompute.threshold import longest_density
 from megasdc.lab.report.imbalance import ReplicaTimes, TimesReport
-from megasdc.output.figure import COLOURS, Figure, Series, bars, clean, columns_of, curve, layout
+from megasdc.output.figure import COLOURS, Figure, Series, bars, clean, columns_of, curve, layout, scatter
 from megasdc.output.page import Page, PageSection, Table, number_cell
 
 SHOWN = 16
@@ -33,9 +34,18 @@ def times_page(result: TimesReport) -> Page:
         notes=notes,
         sections=[
             PageSection(tables=[_replicas(result, slowest), _stages(result), _parts(result)]),
-            PageSection(sentences=[result.advice]),
+            PageSection(sentences=[result.advice, _prediction(result)]),
             PageSection("Figures", figures=_figures(result, slowest[:DRAWN])),
         ],
+    )
+
+
+def _prediction(result: TimesReport) -> str:
+    slowest = result.slowest
+    off = slowest.expected_s / slowest.mean_s - 1
+    return (
+        f"The slowest replica takes {slowest.mean_s:.4g} s of a step; eq. 3 of the DropCompute paper, for replicas "
+        f"that are alike and normal, says {slowest.expected_s:.4g} s ({off:+.1%})."
     )
 
 
@@ -99,6 +109,7 @@ def _figures(result: TimesReport, shown: Sequence[ReplicaTimes]) -> list[Figure]
         trace = bars("", names, values, COLOURS[0], f"%{{x}}: %{{y:{form}}}")
         own = {"replica": names, name: values}
         found.append(Figure(name, title, left, [trace], layout(HEIGHT, yaxis={"tickformat": form}), own))
+    found.append(_histogram(result))
     loss = result.loss
     parts = {"deterministic": loss.deterministic_s, "garbage": loss.garbage_s, "random": loss.random_s}
     trace = bars("", list(parts), list(parts.values()), COLOURS[1], "%{x}: %{y:.4g} s")
@@ -110,3 +121,20 @@ def _figures(result: TimesReport, shown: Sequence[ReplicaTimes]) -> list[Figure]
     title = "Compute time, step by step, seconds"
     over = layout(HEIGHT, legend=True)
     return [*found, Figure("over_steps", title, "", traces, over, columns_of(series), on_steps=True)]
+
+
+def _histogram(result: TimesReport) -> Figure:
+    """Measured histogram of the slowest replica's time, and eq. 3's density."""
+    slowest, edges = result.slowest, np.array(result.slowest.edges_s)
+    middles = (edges[1:] + edges[:-1]) / 2
+    traces = [
+        bars("measured", middles, slowest.measured, COLOURS[0], "%{x:.4g} s: %{y:.4g}", width=np.diff(edges).tolist())
+    ]
+    columns = {"seconds": middles.tolist(), "measured": list(slowest.measured)}
+    if slowest.predicted:
+        mean, std = slowest.replica_mean_s, slowest.replica_std_s
+        x = np.linspace(min(edges[0], slowest.expected_s - 3 * std), max(edges[-1], slowest.expected_s + 3 * std), 200)
+        traces.append(scatter("eq. 3", x, longest_density(x, len(result.replicas), mean, std), COLOURS[1]))
+        columns["predicted"] = list(slowest.predicted)
+    title, caption = "Time of the slowest replica, density", "Eq. 3 takes replicas as alike and their times as normal."
+    return Figure("slowest", title, caption, traces, layout(HEIGHT, "seconds", legend=True), columns)

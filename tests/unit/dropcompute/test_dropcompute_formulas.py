@@ -17,7 +17,9 @@ from megasdc.dropcompute.threshold import (
     expected_speedup,
     extra_steps_share,
     gradient_norm_bound,
+    longest_density,
     normal_cdf,
+    published_norm_bound,
     published_speedup,
 )
 
@@ -54,9 +56,25 @@ def test_convergence_bound_is_the_least_over_learning_rates(noise: float) -> Non
     samples, largest, smoothness, gap = 6400.0, 32.0, 3.0, 5.0
     value, rate = gradient_norm_bound(samples, largest, smoothness, noise, gap)
     rates = np.linspace(1e-6, 1 / (smoothness * largest), 200_001)
-    tried = 2 * gap / (rates * samples) + smoothness * rates * noise**2
+    tried = (gap / (rates * samples) + smoothness * rates * noise**2 / 2) / (1 - smoothness * rates * largest / 2)
     assert value == pytest.approx(tried.min(), rel=1e-6)
     assert rate == pytest.approx(rates[tried.argmin()], rel=1e-3)
+
+
+def test_the_published_bound_is_the_larger() -> None:
+    """The paper's formula, term by term; ours is below it for any problem, and the same where gradients have no
+    noise.
+    """
+    assert published_norm_bound(2_560_000, 512, 1, 1, 1) == pytest.approx(2 * 512 / 2.56e6 + 2 / 1600)
+    problems = 10 ** np.random.default_rng(3).uniform(-4, 4, (2000, 5))
+    for samples, largest, smoothness, noise, gap in problems.tolist():
+        published = published_norm_bound(samples, largest, smoothness, noise, gap)
+        assert published == pytest.approx(
+            2 * smoothness * largest * gap / samples + 2 * noise * (smoothness * gap) ** 0.5 / samples**0.5
+        )
+        assert gradient_norm_bound(samples, largest, smoothness, noise, gap)[0] < published
+        quiet = gradient_norm_bound(samples, largest, smoothness, 0.0, gap)[0]
+        assert quiet == pytest.approx(published_norm_bound(samples, largest, smoothness, 0.0, gap))
 
 
 def test_sgd_with_random_batches_stays_below_the_convergence_bound() -> None:
@@ -76,6 +94,19 @@ def test_sgd_with_random_batches_stays_below_the_convergence_bound() -> None:
             place -= rate * (size * gradient + draws.normal(0, noise / math.sqrt(3) * math.sqrt(size), 3))
         means.append(total / batches.sum() / bound)
     assert 0.01 < np.mean(means) < 1
+
+
+@pytest.mark.parametrize("replicas", [1, 4, 64])
+def test_eq_3_is_the_density_of_the_slowest(replicas: int) -> None:
+    """It is that of the largest standard value, moved and stretched; drawn times fall into bins as it says."""
+    mean, std = 5.4, 0.3
+    found = longest_density(mean + std * X, replicas, mean, std)
+    assert found == pytest.approx(density_of_largest(replicas) / std, rel=1e-9, abs=1e-12)
+    assert (found * std * 1e-3).sum() == pytest.approx(1, abs=1e-9)
+    drawn = np.random.default_rng(4).normal(mean, std, (50_000, replicas)).max(axis=1)
+    measured, edges = np.histogram(drawn, 30, density=True)
+    middles, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
+    assert np.abs(measured - longest_density(middles, replicas, mean, std)).sum() * width < 0.04
 
 
 def test_eq_4_approaches_the_exact_value() -> None:

@@ -13,7 +13,7 @@ from recorded_run import append, file_of, step_line, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app, main
-from megasdc.dropcompute.threshold import micro_batch_times, search_recorded
+from megasdc.dropcompute.threshold import exact_longest, longest_density, micro_batch_times, search_recorded
 from megasdc.lab.report.imbalance import report_times
 from megasdc.lab.report.step_times import load_step_times
 
@@ -151,6 +151,13 @@ def test_replicas_of_the_report(tmp_path: Path) -> None:
         assert one["waiting_share"] == pytest.approx((longest - own).sum() / (longest + 0.25).sum())
         assert one["busy_s"] == pytest.approx(work[number].mean(axis=(0, 1)))
     assert found["step_s"] == pytest.approx((longest + 0.25).mean())
+    slowest = found["slowest"]
+    assert slowest["mean_s"] == pytest.approx(longest.mean())
+    assert slowest["expected_s"] == pytest.approx(exact_longest(len(ends), ends.mean(), ends.std()))
+    counts, edges = np.histogram(longest, len(slowest["measured"]), density=True)
+    assert slowest["edges_s"] == pytest.approx(edges) and slowest["measured"] == pytest.approx(counts)
+    middles = (edges[1:] + edges[:-1]) / 2
+    assert slowest["predicted"] == pytest.approx(longest_density(middles, len(ends), ends.mean(), ends.std()))
     loss = found["loss"]
     assert (loss["slowest"], loss["stage"]) == (3, 1)
     assert loss["stage_excess_s"] == pytest.approx((work[3] - work.mean(axis=0)).mean(axis=(0, 1))[1])
