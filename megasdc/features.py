@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from megasdc.train.drop_compute import DropCompute
     from megasdc.train.gradient_bounds import GradientBounds
     from megasdc.train.isolation import IsolationLimit
+    from megasdc.train.local_sgd import LocalSgd
     from megasdc.train.trace import DetailsRecorder, TraceRecorder
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Built:
     drop: DropCompute | None
     bounds: GradientBounds | None
     study: Study | None
+    local_sgd: LocalSgd | None
     memory: MemoryCheckpoints | None
     saver: Saver
     room: RoomWatch
@@ -239,6 +241,8 @@ ORDER = (
         "adds up blocks of what the norm is taken of",
         lambda run: run.chain and run.chain.sums,
     ),
+    # Before anything that looks at what a step has left, and saves it.
+    Line(Slot.STOP, "LocalSgd", "ends rounds of Local-SGD: weights of all replicas", lambda run: run.local_sgd),
     # This run, then a study's replicas.
     Line(
         Slot.STOP,
@@ -330,7 +334,8 @@ def _build(start: Start) -> Built:
     recording = _recording(start, writer, study)
     drop = _drop_compute(start, writer)
     times, slow = _times_and_stragglers(start, drop, writer)
-    memory, saver = _savers(start, writer, recording.detection)
+    local_sgd = _local_sgd(start, writer, recording.detection)
+    memory, saver = _savers(start, writer, recording.detection, local_sgd)
     return Built(
         start=start,
         recording=recording,
@@ -339,6 +344,7 @@ def _build(start: Start) -> Built:
         drop=drop,
         bounds=_gradient_bounds(start, writer),
         study=study,
+        local_sgd=local_sgd,
         memory=memory,
         saver=saver,
         room=RoomWatch(sections.logging.wait_for_room_s),
@@ -367,6 +373,18 @@ def _gradient_bounds(start: Start, writer: MetricsWriter | None) -> GradientBoun
     from megasdc.train.gradient_bounds import GradientBounds
 
     return GradientBounds(specs, start.run, start.sections.logging.interval, writer)
+
+
+def _local_sgd(start: Start, writer: MetricsWriter | None, detection: StepChecker | None) -> LocalSgd | None:
+    section = start.sections.local_sgd
+    if section.replicas is None:
+        return None
+    from megasdc.train.local_sgd import LocalSgd
+
+    hook = LocalSgd(section, start.run, start.sections.parallel.timeout_s, writer)
+    if detection is not None and detection.chain is not None:
+        hook.changed = detection.chain.restart
+    return hook
 
 
 def _stop_watch(start: Start) -> StopWatch:
@@ -519,16 +537,22 @@ def _reporter(start: Start, writer: MetricsWriter | None) -> Reporter:
     )
 
 
-def _run_state(start: Start) -> RunState:
+def _run_state(start: Start, local_sgd: LocalSgd | None) -> RunState:
     study = None if start.shared is None else start.shared.section
-    return RunState(start.config, start.run, start.manifest.tokenizer.checksum, study)
+    return RunState(
+        start.config,
+        start.run,
+        start.manifest.tokenizer.checksum,
+        study,
+        dict if local_sgd is None else local_sgd.own_state,
+    )
 
 
 def _savers(
-    start: Start, writer: MetricsWriter | None, detection: StepChecker | None
+    start: Start, writer: MetricsWriter | None, detection: StepChecker | None, local_sgd: LocalSgd | None
 ) -> tuple[MemoryCheckpoints | None, Saver]:
     """The hook that keeps checkpoints in memory, if the run has one, and the hook that writes them to disk."""
-    section, run, state = start.sections.checkpoint.memory, start.run, _run_state(start)
+    section, run, state = start.sections.checkpoint.memory, start.run, _run_state(start, local_sgd)
     before_save = OncePerStep(None if detection is None else detection.before_save)
     after_save = None if detection is None else detection.after_save
     memory = MemoryCheckpoints(section, run, state, writer, before_save) if section.interval else None

@@ -131,6 +131,9 @@ class LaunchOptions:
     protect: Literal["off", "standard", "strict"] | None = option(
         None, "Preset that protects the run, in place of the file's `protect`."
     )
+    replicas: int | None = option(
+        None, "Local-SGD: launches of so many ranks, or of a part of the hosts, each; see `local_sgd`.", min=2
+    )
     overrides: Overrides = ()
     allow_changed: AllowChanged = ()
 
@@ -149,13 +152,30 @@ def launch_command(
     given = {name: value for name, value in vars(options).items() if value is not None}
     if word := given.pop("protect", None):
         given["overrides"] = (f"megasdc.protect={word}", *options.overrides)
+    replicas = given.pop("replicas", None)
     request = LaunchRequest(**given)
+    if replicas is not None:
+        _launch_replicas(request, replicas, dry_run=dry_run, as_json=as_json)
     with exiting_on_signals() as signals:
         result = launch_run(request, dry_run=dry_run, quiet=as_json, on_verdict=signals.only_note)
     if as_json:
         print_text(result, as_json)
     else:
         _print_way_on(result, request)
+    raise typer.Exit(result.exit_code)
+
+
+def _launch_replicas(request: Any, replicas: int, *, dry_run: bool, as_json: bool) -> None:
+    from megasdc.ops.launch.replicas import describe, launch_replicas
+    from megasdc.ops.launch.supervision import print_front_message
+    from megasdc.train.signals import exiting_on_signals
+
+    with exiting_on_signals():
+        result = launch_replicas(request, replicas, dry_run=dry_run)
+    if as_json:
+        print_text(result, as_json)
+    else:
+        print_front_message(describe(result))
     raise typer.Exit(result.exit_code)
 
 

@@ -88,6 +88,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from hook_problems(file, deepspeed)
     yield from user_hook_problems(file)
     yield from drop_problems(file.drop_compute, bool(file.data.blend))
+    yield from _local_sgd_problems(file)
     yield from deepspeed_problems(deepspeed, given)
     yield from fault_problems(file, deepspeed)
     yield from delay_problems(file.delay)
@@ -132,6 +133,49 @@ def _address_problems(file: MegasdcSection) -> Iterator[Problem]:
         except ValueError as error:
             yield Problem(("megasdc.logging.prometheus",), f"{error}.")
     yield from _archive_problems(file)
+
+
+_L = "megasdc.local_sgd"
+
+
+def _local_sgd_problems(file: MegasdcSection) -> Iterator[Problem]:
+    section, training = file.local_sgd, file.training
+    if section.replicas is None:
+        return
+    if section.replica >= section.replicas:
+        yield Problem(
+            (f"{_L}.replica", f"{_L}.replicas"), f"got {section.replica} of {section.replicas}; they count from 0."
+        )
+    intervals = {
+        "training.steps": training.steps,
+        "training.eval_interval": training.eval_interval,
+        "checkpoint.interval": file.checkpoint.interval,
+    }
+    for name, value in intervals.items():
+        if value % section.every:
+            yield Problem(
+                (f"megasdc.{name}", f"{_L}.every"),
+                f"got {value}, which is no multiple of the {section.every} local steps of a round: what is evaluated, "
+                "saved and ended with are weights on which replicas agree; give a multiple.",
+            )
+    if file.study.mode is not None:
+        yield Problem((f"{_L}.replicas", "megasdc.study.mode"), "replicas of a study are others; set one of them null.")
+    if file.drop_compute.compensation is not None:
+        yield Problem(
+            ("megasdc.drop_compute.compensation", f"{_L}.replicas"),
+            f'got "{file.drop_compute.compensation}", which changes the steps or samples of one replica alone; set '
+            'null, with samples "defer".',
+        )
+    if "isolate" in {action for _, action in file.sdc.policy}:
+        yield Problem(
+            ("megasdc.sdc.policy", f"{_L}.replicas"),
+            'got "isolate", after which a replica has another layout than the others; set "halt" or "repair".',
+        )
+    if file.checkpoint.other_layout == "convert":
+        yield Problem(
+            ("megasdc.checkpoint.other_layout", f"{_L}.replicas"),
+            'got "convert", and ranks exchange the shards of one layout; set "refuse".',
+        )
 
 
 def _archive_problems(file: MegasdcSection) -> Iterator[Problem]:

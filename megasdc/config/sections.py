@@ -31,6 +31,7 @@ from megasdc.config.fields import (
     tunes,
 )
 from megasdc.config.hooks import HookSpec, UserHook
+from megasdc.config.local_sgd import LocalSgdSection
 from megasdc.config.model import ModelSection
 
 
@@ -502,6 +503,7 @@ class MegasdcSection(Section):
     audit: AuditSection = section(AuditSection)
     study: StudySection = section(StudySection)
     drop_compute: DropComputeSection = section(DropComputeSection)
+    local_sgd: LocalSgdSection = section(LocalSgdSection)
     health: HealthSection = section(HealthSection)
     supervise: SuperviseSection = section(SuperviseSection)
     optimizer_hooks: list[HookSpec] = setting(

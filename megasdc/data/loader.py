@@ -40,6 +40,46 @@ class SampleStream(Protocol):
         ...
 
 
+class StreamShare:
+    """Every n-th sample of a stream, as a stream of its own: position p is sample p * parts + part.
+
+    So the shares of several runs are disjoint, and together they take the samples that one run of them all would.
+
+    Args:
+        stream: the whole stream.
+        part: number of this share, in [0, parts).
+        parts: number of shares.
+    """
+
+    def __init__(self, stream: SampleStream, part: int, parts: int) -> None:
+        if not 0 <= part < parts:
+            raise ValueError(f"part is {part}, must be in [0, parts {parts})")
+        self._stream, self._part, self._parts = stream, part, parts
+        self.path, self.vocab_size = stream.path, stream.vocab_size
+        self.identity = f"{stream.identity}, share {part} of {parts}"
+
+    def __len__(self) -> int:
+        return (len(self._stream) - self._part + self._parts - 1) // self._parts
+
+    def extend(self, num_samples: int) -> None:
+        """Extend the stream so that this share has at least ``num_samples``."""
+        self._stream.extend(num_samples * self._parts)
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._stream[self._place(position)]
+
+    def read_again(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sample at a position, read from the file into fresh memory."""
+        return self._stream.read_again(self._place(position))
+
+    def where(self, position: int) -> str:
+        """Description of a sample for a message."""
+        return _where(self._stream, self._place(position))
+
+    def _place(self, position: int) -> int:
+        return position * self._parts + self._part
+
+
 class MicroBatchLoader:
     """Yields micro-batches of one replica and tracks its position.
 

@@ -20,6 +20,8 @@ METRICS: dict[str, str] = {
     "drops/micro_batches": "micro-batches dropped since the run began, all replicas",
     "drops/rate": "share of the planned micro-batches dropped since the last line, all replicas",
     "drops/threshold_s": "seconds after which a replica starts no micro-batch, last step; absent while there is none",
+    "local_sgd/outer_norm": "norm of this replica's outer gradient, last round",
+    "local_sgd/exchange_s": "seconds in which the last round waited for other replicas and fetched their weights",
     "speed/step_s": "mean seconds of a step since the last line, evaluations and saves left out",
     "speed/tokens_per_s": "tokens used per second, all ranks",
     "speed/tflops_per_device": "model arithmetic per second and rank, TFLOP/s, recomputation not counted",

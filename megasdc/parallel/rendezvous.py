@@ -62,6 +62,9 @@ REMEDY_OF_LOGOUT = (
     "; systemd may have removed it when this user's last session on this host ended: have `loginctl enable-linger` "
     "run for the user there, or set RemoveIPC=no in its logind.conf (docs/guides/security.md)"
 )
+TOGETHER_VARIABLE = "MEGASDC_TOGETHER"
+"""Environment variable of a launch that is one of several, such as the replicas of Local-SGD: the folder on this host,
+this user's alone, that holds the secret of them all."""
 LARGEST_OBJECT = 1 << 32
 """Largest size in bytes of an object that ranks send each other, with its signature."""
 _MAX_SECRET = 1 << 10
@@ -162,7 +165,13 @@ def on_one_address(make: Callable[..., T]) -> Callable[..., T]:
 
 
 def new_secret() -> str:
-    """A secret of a launch, as text."""
+    """A secret of a launch, as text: that of the launches it belongs to, where there are such, else a new one.
+
+    Raises:
+        LaunchError: the environment names a folder of theirs, in which there is none for this user alone.
+    """
+    if folder := os.environ.get(TOGETHER_VARIABLE):
+        return _read_secret(Path(folder), TOGETHER_VARIABLE).hex()
     return secrets.token_hex(SECRET_BYTES)
 
 

@@ -42,7 +42,7 @@ from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig
 from megasdc.config.sections import MegasdcSection, ParallelSection, StudySection
 from megasdc.data.dataset import TokenDataset, build_datasets, verify_section_data
-from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader, StepBatches
+from megasdc.data.loader import EvalLoader, MicroBatch, MicroBatchLoader, StepBatches, StreamShare
 from megasdc.data.manifest import DataManifest, unchecked
 from megasdc.data.position import Order, Position
 from megasdc.determinism import set_deterministic
@@ -415,17 +415,18 @@ def _build_loaders(
 ) -> tuple[MicroBatchLoader, EvalLoader | None]:
     sections = config.megasdc
     eval_samples = sections.training.eval_samples if sections.training.eval_interval else 0
+    replicas = sections.local_sgd.replicas or 1
     train, valid = build_datasets(
         sections.data,
         manifests[0].tokenizer.vocab_size,
-        sections.training.steps * layout.train_batch_size,
+        sections.training.steps * layout.train_batch_size * replicas,
         eval_samples,
         manifests=manifests,
         on_damage=lambda folder, problem: events.emit("data", "index_rebuilt", folder=str(folder), problem=problem),
     )
-    epoch = train.samples_per_epoch if isinstance(train, TokenDataset) else None
+    epoch = train.samples_per_epoch if isinstance(train, TokenDataset) and replicas == 1 else None
     loader = MicroBatchLoader(
-        train,
+        train if replicas == 1 else StreamShare(train, sections.local_sgd.replica, replicas),
         layout.micro_batch_size,
         dims.dp_rank,
         dims.data,

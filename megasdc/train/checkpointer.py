@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megasdc.checkpoint.files import Fence
 from megasdc.checkpoint.host_memory import (
@@ -68,9 +69,17 @@ class RunState:
         config: the run's configuration, stored as resolved.
         tokenizer_checksum: checksum of the tokenizer that the data were prepared with.
         study: section of the study that the run is a replica of; None: the run is not of a study.
+        own: returns values and tensors of this rank alone that are saved with its random states.
     """
 
-    def __init__(self, config: RunConfig, run: Run, tokenizer_checksum: str, study: StudySection | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        tokenizer_checksum: str,
+        study: StudySection | None,
+        own: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
         model, vocab_size = config.megasdc.model, run.loader.dataset.vocab_size
         padded = padded_vocab_size(vocab_size, model.vocab_multiple)
         self._data = {"vocab_size": vocab_size, "tokenizer_checksum": tokenizer_checksum}
@@ -78,6 +87,7 @@ class RunState:
             "config": config.resolved(),
             "study": None if study is None else study.model_dump(mode="json"),
         }
+        self._own = own
         self._client_state = {UNIVERSAL_INFO_KEY: universal_info(model, padded)}
 
     def of(self, run: Run) -> SavedState:
@@ -99,7 +109,7 @@ class RunState:
             "hooks": {hook.saved_as: hook.state_dict() for hook in run.hooks if hook.saved_as},
             **self._settings,
         }
-        return SavedState(shared_state, {"rng": capture_rng()}, self._client_state)
+        return SavedState(shared_state, {"rng": capture_rng(), **self._own()}, self._client_state)
 
 
 class WaitForSnapshots(Hook):

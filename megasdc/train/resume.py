@@ -34,6 +34,7 @@ from megasdc.checkpoint.resume import NoneUsableError, SelectedCheckpoint, find_
 from megasdc.common.errors import CheckpointError, StorageError
 from megasdc.config.changes import ChangedField, explain_refusal, find_changes, may_change
 from megasdc.config.load import RunConfig
+from megasdc.config.local_sgd import AGREED_WEIGHTS, LOCAL_SGD
 from megasdc.config.sections import StudySection
 from megasdc.data.manifest import DataManifest
 from megasdc.data.position import stream_end
@@ -330,7 +331,10 @@ def _carry_over(
     else:
         seed_generators(config.megasdc.training.seed, run.step, run.dims.rank)
     changed.apply(run)
-    return changed.hook_states(state["hooks"])
+    hooks = changed.hook_states(state["hooks"])
+    if AGREED_WEIGHTS in rank_state and LOCAL_SGD in hooks:
+        hooks = {**hooks, LOCAL_SGD: {**hooks[LOCAL_SGD], AGREED_WEIGHTS: rank_state[AGREED_WEIGHTS]}}
+    return hooks
 
 
 def _report_universal(run: Run, config: RunConfig, found: OpenUniversal) -> None:

@@ -15,7 +15,7 @@ ELSEWHERE = (
     *("megasdc.lab.studies.hook", "megasdc.lab.studies.replica_link", "megasdc.ops.archive.hook"),
     *("megasdc.ops.health.hooks.links", "megasdc.ops.health.hooks.progress", "megasdc.ops.health.hooks.stragglers"),
     *("megasdc.train.detection.step_checker", "megasdc.train.drop_compute", "megasdc.train.gradient_bounds"),
-    *("megasdc.train.isolation", "megasdc.train.trace"),
+    *("megasdc.train.isolation", "megasdc.train.local_sgd", "megasdc.train.trace"),
 )
 """Files with hooks that only runs that ask for them import."""
 

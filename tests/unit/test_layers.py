@@ -39,6 +39,7 @@ ROOMS = {
     "engine": 3,
     "interchange": 4,
     "dropcompute": 4,
+    "localsgd": 4,
     "faults": 4,
     "sdc": 4,
     "attached": 5,

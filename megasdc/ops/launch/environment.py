@@ -20,6 +20,7 @@ from pathlib import Path
 from megasdc.common.credentials import holds_secret, is_secret_name, without_credentials
 from megasdc.common.errors import LaunchError
 from megasdc.common.host import NAME_VARIABLE
+from megasdc.localsgd.meeting import ADDRESS_VARIABLE
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
 
@@ -56,6 +57,7 @@ FORWARDED_NAMES = (
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
     "MALLOC_ARENA_MAX",
+    ADDRESS_VARIABLE,
     "TOKENIZERS_PARALLELISM",
 )
 FRONT_PID_VARIABLE = "MEGASDC_FRONT_PID"

@@ -156,6 +156,10 @@ class Chain(Hook):
             self._squares = BlockSums(run.engine, whole=self._budget.whole)
         self._digest_blocks(run.engine.step_number)  # what was loaded, or made, is what the first step is to find
 
+    def restart(self) -> None:
+        """Take the state as it is now for what the next step is to find: it was changed on purpose between steps."""
+        self._digest_blocks(self._engine.step_number)
+
     def _digest_blocks(self, following: int) -> None:
         """Start digests of the blocks of the state at which the following step looks."""
         with self._budget.looks:

@@ -30,6 +30,7 @@ OF_COMMANDS = {
 SWITCHED_ON: dict[str, Any] = {
     **dict.fromkeys(("sdc.golden", "checkpoint.archive.address", "supervise.ledger"), "x"),
     **dict.fromkeys(("checkpoint.interval", "checkpoint.memory.interval", "supervise.returns"), 1),
+    **{"local_sgd.replicas": 2},
     **{"study.mode": "free_run"},
 }
 """Of switches that are not true or false."""

@@ -1,0 +1,1 @@
+"""Local-SGD: whole runs that train apart, and average their weights every few steps."""

@@ -1,0 +1,252 @@
+"""Where the replicas of a Local-SGD run meet: the server of their rounds, and a replica's connection to it.
+
+The first rank of each replica keeps one connection (``megasdc.common.wire``), on which it asks, and waits for each
+answer. What it asks is a JSON object with the name of a method of ``megasdc.localsgd.rounds.Meeting``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megasdc.common.errors import CorruptionError, LaunchError
+from megasdc.common.wire import Door, MessageChannel, WireError, connect, split_address
+from megasdc.localsgd.rounds import Doors, Meeting, NothingLeftError, Report
+
+ADDRESS_VARIABLE = "MEGASDC_ROUNDS"
+"""Environment variable with the address and port of the meeting."""
+START_S = 600.0
+"""Seconds after the first replica has joined until training begins without the others."""
+EXCHANGE_S = 600.0
+"""Seconds in which the members of a round must have fetched each other's weights."""
+ANSWER_S = 10.0
+CONNECT_S = 60.0
+_LOOK_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class MeetingServer:
+    """Serves a meeting to the first ranks of all replicas, each in a thread of its own, until ``close``.
+
+    Args:
+        address: address of this host on which it listens.
+        secret: secret of the launch.
+        start_s: seconds after the first replica has joined until training begins without the others.
+        exchange_s: seconds in which members must have fetched each other's weights.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        replicas: int,
+        address: str,
+        secret: bytes,
+        *,
+        start_s: float = START_S,
+        exchange_s: float = EXCHANGE_S,
+    ) -> None:
+        self._meeting, self._replicas = meeting, replicas
+        self._start_s, self._exchange_s = start_s, exchange_s
+        self._changed = threading.Condition()
+        self._loaded: dict[int, tuple[int, str]] = {}
+        """What replicas have loaded that have joined before the first round; kept until training begins."""
+        self._ended: set[int] = set()
+        self._has_begun = False
+        self._failed = ""
+        self._is_over = False
+        self._door = Door(address, secret, self._serve)
+        self.address, self.port = self._door.address, self._door.port
+
+    def close(self) -> None:
+        """Stop listening; connections end."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._door.close()
+
+    def _serve(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        replica, channel = hello.get("replica"), MessageChannel(connection)
+        if type(replica) is not int or not 0 <= replica < self._replicas:
+            raise WireError(f"no replica of this run: {hello}")
+        try:
+            while not self._is_over:
+                message = channel.receive(float("inf"))
+                with self._changed:
+                    answer = self._answer(replica, message, connection)
+                channel.send(answer, ANSWER_S)
+        except OSError as error:
+            logger.info("replica %d has left: %s", replica, error)
+        finally:
+            with self._changed:
+                self._meeting.leave(replica)
+                self._look()
+
+    def _answer(self, replica: int, message: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        asked = {
+            "join": self._join,
+            "report": self._report,
+            "have": self._have,
+            "agree": self._agree,
+            "newest": lambda replica, fields, connection: self._newest(replica),
+            "done": self._done,
+        }
+        name, fields = str(message.pop("ask", "")), message
+        if name not in asked:
+            raise WireError(f"asked for {name!r}")
+        return asked[name](replica, fields, connection)
+
+    def _wait(self, connection: socket.socket, is_done: Callable[[], bool], at_most_s: float = float("inf")) -> None:
+        """Wait until a condition holds, the time is up or the run has failed; OSError where the caller has gone."""
+        waited_s = 0.0
+        while not (is_done() or self._failed or self._is_over or waited_s >= at_most_s):
+            self._changed.wait(_LOOK_S)
+            waited_s += _LOOK_S
+            self._look()
+            if select.select([connection], [], [], 0)[0] and not connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("its process has ended")
+        if self._is_over and not is_done():
+            raise ConnectionError("the meeting is over")
+
+    def _look(self) -> None:
+        """Let the meeting go on where it can, and wake who waits for that."""
+        try:
+            self._meeting.look()
+        except NothingLeftError as error:
+            self._failed = str(error)
+        self._changed.notify_all()
+
+    def _join(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        number, digest = int(fields["round"]), str(fields["digest"])
+        doors = [(str(host), int(port)) for host, port in fields["doors"]]
+        if not self._has_begun:
+            self._loaded[replica] = number, digest
+            self._wait(connection, lambda: self._has_begun or len(self._loaded) == self._replicas, self._start_s)
+            if not self._has_begun:
+                self._meeting.begin(self._loaded)
+                self._has_begun = True
+        goes_on = self._meeting.join(replica, number, digest, doors)
+        self._look()
+        return {"goes_on": goes_on, **self._newest(replica)}
+
+    def _newest(self, replica: int) -> dict[str, Any]:
+        """The newest round, and where another replica's weights after it are."""
+        meeting = self._meeting
+        others = [one for one in meeting.there if one != replica]
+        return {"round": meeting.round, "sources": [[one, meeting.doors(one)] for one in others]}
+
+    def _report(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        report = Report(**fields)
+        if not self._meeting.report(replica, report):
+            self._wait(connection, lambda: self._meeting.plan is None)
+            return self._or_failed({"left_out": "it was late", **self._newest(replica)})
+        self._look()
+        self._wait(connection, lambda: self._meeting.plan is not None or self._meeting.round >= report.round)
+        plan = self._meeting.plan
+        if plan is not None and plan.round == report.round and replica in plan.members:
+            members = [[one, self._meeting.doors(one), of.tokens] for one, of in plan.members.items()]
+            return self._or_failed({"members": members})
+        wrong = {} if plan is None else plan.left_out
+        self._wait(connection, lambda: self._meeting.round >= report.round)
+        told = {"left_out": wrong.get(replica, "it was late"), "wrong": replica in wrong}
+        return self._or_failed({**told, **self._newest(replica)})
+
+    def _have(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        number, received = int(fields["round"]), set(map(int, fields["received"]))
+        meeting = self._meeting
+        meeting.have(replica, received)
+
+        def is_closed() -> bool:
+            meeting.close(now=False)
+            return meeting.round >= number
+
+        self._wait(connection, is_closed, self._exchange_s)
+        if not self._failed and not is_closed():
+            meeting.close(now=True)
+        self._changed.notify_all()
+        members = meeting.made.get(number, ())
+        if not members or not received.issuperset(members):
+            return self._or_failed({"left_out": "it could not fetch what the others have", **self._newest(replica)})
+        return self._or_failed({"members": list(members)})
+
+    def _agree(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        self._meeting.agree(int(fields["round"]), str(fields["digest"]))
+        return {}
+
+    def _done(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        """Wait until all replicas that are connected are done: one that was late may need the weights of another."""
+        self._ended.add(replica)
+        self._changed.notify_all()
+        self._wait(connection, lambda: self._ended.issuperset(self._meeting.there), self._exchange_s)
+        return {}
+
+    def _or_failed(self, answer: dict[str, Any]) -> dict[str, Any]:
+        return {"failed": self._failed} if self._failed else answer
+
+
+class MeetingLine:
+    """A replica's connection to the meeting, on its first rank.
+
+    Args:
+        replica: number of the replica.
+        secret: secret of the launch.
+
+    Raises:
+        LaunchError: nobody listens there who knows the secret.
+    """
+
+    def __init__(self, replica: int, secret: bytes) -> None:
+        address = os.environ.get(ADDRESS_VARIABLE, "")
+        try:
+            host, port = split_address(address)
+            self._channel = MessageChannel(connect(host, port, secret, {"replica": replica}, CONNECT_S))
+        except (OSError, ValueError) as error:
+            raise LaunchError(
+                f"replica {replica} does not reach the others' meeting at {address or 'no address'} (environment "
+                f"variable {ADDRESS_VARIABLE}): {error}; start all replicas with megasdc launch --replicas"
+            ) from error
+
+    def close(self) -> None:
+        """Leave the meeting."""
+        self._channel.close()
+
+    def ask(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Ask, and wait for the answer, as long as it takes.
+
+        Raises:
+            LaunchError: the meeting has ended.
+            CorruptionError: no replica has weights that can be relied on.
+        """
+        try:
+            self._channel.send({"ask": name, **fields}, ANSWER_S)
+            answer = self._channel.receive(float("inf"))
+        except OSError as error:
+            raise LaunchError(f"the meeting of the replicas has ended: {error}") from error
+        if "failed" in answer:
+            raise CorruptionError(f"no replica can be relied on: {answer['failed']}")
+        return answer
+
+    def join(self, number: int, digest: str, doors: Doors) -> dict[str, Any]:
+        """Say which weights this replica has; the answer says whether it goes on with them."""
+        return self.ask("join", round=number, digest=digest, doors=list(doors))
+
+    def report(self, report: Report) -> dict[str, Any]:
+        """Report the local steps of a round; the answer has its members, or why this replica is none."""
+        return self.ask("report", **asdict(report))
+
+    def have(self, number: int, received: Sequence[int]) -> dict[str, Any]:
+        """Say whose weights all ranks of this replica have; the answer has those that the round is made of."""
+        return self.ask("have", round=number, received=list(received))
+
+    def agree(self, number: int, digest: str) -> None:
+        """Say what the weights after a round are."""
+        self.ask("agree", round=number, digest=digest)

@@ -1,0 +1,312 @@
+"""What the replicas of a Local-SGD run have agreed on, and whom the next round waits for; no sockets, no tensors.
+
+A round ends in two parts. First each replica reports that its local steps are done, with what is known of its outer
+gradient, the distance from the weights before the round; once all that take part have reported, or the deadline has
+passed, the members of the round are fixed. Then the members fetch each other's weights, and say whose they have; the
+round is made of those that every member has, so that all compute the same. Who is late, lost or wrong is left out, and
+goes on later from what the others have agreed on.
+
+An outer gradient is wrong if it is not finite, or if its norm is far from those of the other replicas and from those of
+the same replica's last rounds. With many of them it must be beyond both: all replicas' norms change with the learning
+rate, and one replica's from round to round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FIRST_DEADLINE_S = 600.0
+"""Seconds from the first report of the first round until it goes on without the others."""
+LEAST_DEADLINE_S = 10.0
+"""Seconds for which any later round waits at least."""
+WINDOW = 20
+"""Rounds of a replica whose norms are remembered."""
+KNOWN = 5
+"""Rounds from which on a replica's own norms count."""
+SIGMAS = 6.0
+"""Standard deviations from the mean of a replica's own last norms beyond which a norm is far from them."""
+LEAST_SPREAD = 0.1
+"""Least standard deviation of a replica's norms that is assumed, as a share of their mean."""
+TIMES = 3.0
+"""Factor of the median of all replicas' norms beyond which a norm is far from them, where own ones are known."""
+TIMES_ALONE = 10.0
+"""The same in the first rounds, in which own ones are not known."""
+
+
+Doors = Sequence[tuple[str, int]]
+"""Address and port of each of a replica's ranks, where others fetch its weights."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A replica's local steps of a round.
+
+    Args:
+        round: number of the round, the first is 1.
+        tokens: that it has used.
+        steps: that its optimizer has taken.
+        micro_batches: that it has computed.
+        norm: 2-norm of its outer gradient.
+        finite: whether all of its weights are.
+        digest: of the weights that it has begun the round with.
+    """
+
+    round: int
+    tokens: int
+    steps: int
+    micro_batches: int
+    norm: float
+    finite: bool
+    digest: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who takes part in a round, once that is fixed; ``left_out``: why others do not, by replica."""
+
+    round: int
+    members: Mapping[int, Report]
+    left_out: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that has been agreed on, as it is recorded.
+
+    ``seconds``: since the one before, by the meeting's clock; ``left_out``: why reports were not used, by replica;
+    ``absent``: replicas that were waited for, or not there.
+    """
+
+    round: int
+    members: tuple[int, ...]
+    tokens: Mapping[int, int]
+    steps: Mapping[int, int]
+    micro_batches: Mapping[int, int]
+    norms: Mapping[int, float]
+    left_out: Mapping[int, str]
+    absent: tuple[int, ...]
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values for a line of JSON."""
+        return asdict(self)
+
+
+class NothingLeftError(RuntimeError):
+    """No replica of a round has weights that can be relied on."""
+
+
+def judge(reports: Mapping[int, Report], history: Mapping[int, Collection[float]]) -> dict[int, str]:
+    """Why outer gradients cannot be used, by replica.
+
+    Args:
+        reports: of a round, by replica.
+        history: norms of each replica's last rounds.
+    """
+    wrong = {replica: "its weights are not finite" for replica, one in reports.items() if not one.finite}
+    digests = Counter(one.digest for one in reports.values())
+    (usual, times), *others = digests.most_common(2)
+    if others and times > others[0][1]:
+        for replica, one in reports.items():
+            if one.digest != usual:
+                wrong.setdefault(replica, "it has begun the round with other weights than the others")
+    for replica, one in reports.items():
+        if replica not in wrong and (reason := _is_far(replica, one.norm, reports, wrong, history.get(replica, ()))):
+            wrong[replica] = reason
+    return wrong
+
+
+def _is_far(
+    replica: int, norm: float, reports: Mapping[int, Report], wrong: Collection[int], own: Collection[float]
+) -> str:
+    """Why a norm is far from those of the others, and where they are known from the replica's own; empty: it is not."""
+    known = {other: one.norm for other, one in reports.items() if other not in wrong}
+    others = [one for other, one in known.items() if other != replica]
+    if not others:
+        return ""
+    # Of three and more a wrong one is not in the middle; of two nobody knows which it is, but for their last rounds.
+    usual = statistics.median(known.values() if len(known) > 2 else others)
+    told = f"the norm of its outer gradient is {norm:.4g}, the median of all {usual:.4g}"
+    if len(own) < KNOWN:
+        far = norm > TIMES_ALONE * usual or norm * TIMES_ALONE < usual
+        return told if far and len(known) > 2 else ""
+    mean, deviation = statistics.fmean(own), statistics.pstdev(own)
+    if abs(norm - mean) <= SIGMAS * max(deviation, LEAST_SPREAD * mean):
+        return ""
+    told += f", in its own last {len(own)} rounds {mean:.4g} with a deviation of {deviation:.2g}"
+    return told if norm > TIMES * usual or norm * TIMES < usual else ""
+
+
+@dataclass
+class _Replica:
+    """A replica as the meeting knows it.
+
+    ``there``: whether it is connected; ``doors``: where others fetch the weights of its ranks.
+    """
+
+    there: bool = False
+    doors: Doors = ()
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+class Meeting:
+    """Leads all replicas through their rounds; methods are called from one thread at a time.
+
+    Args:
+        replicas: number of replicas.
+        deadline_s: seconds after the first report of a round until it goes on without those that have not reported;
+            None: the median time of the last rounds, at least ``LEAST_DEADLINE_S``.
+        record: called with each round that was agreed on.
+        clock: seconds, monotonic.
+
+    Attributes:
+        round: newest round that was agreed on; 0: none.
+        digest: of the weights after it; empty: not known yet.
+        plan: of the round that is exchanged now; None: reports are awaited.
+        made: replicas that the last rounds are made of, by round.
+    """
+
+    def __init__(
+        self,
+        replicas: int,
+        deadline_s: float | None,
+        record: Callable[[Round], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.round, self.digest = 0, ""
+        self.plan: Plan | None = None
+        self.made: dict[int, tuple[int, ...]] = {}
+        self._of = {replica: _Replica() for replica in range(replicas)}
+        self._deadline_s, self._record, self._clock = deadline_s, record, clock
+        self._reports: dict[int, Report] = {}
+        self._received: dict[int, frozenset[int]] = {}
+        self._first_at: float | None = None
+        self._begun_at = clock()
+        self._durations: deque[float] = deque(maxlen=5)
+
+    # --- who is there -------------------------------------------------------------------------------------------
+
+    @property
+    def there(self) -> list[int]:
+        """Replicas that are connected."""
+        return [replica for replica, one in self._of.items() if one.there]
+
+    def begin(self, rounds: Mapping[int, tuple[int, str]]) -> None:
+        """Begin with what replicas have loaded: the newest round of any of them counts.
+
+        Args:
+            rounds: round, and digest of the weights after it, by replica, of at least one.
+        """
+        self.round = max(number for number, _ in rounds.values())
+        self.digest = Counter(digest for number, digest in rounds.values() if number == self.round).most_common(1)[0][0]
+        self._begun_at = self._clock()
+
+    def join(self, replica: int, number: int, digest: str, doors: Doors) -> bool:
+        """A replica has connected, with the weights after a round; returns whether it may go on with them.
+
+        Otherwise it takes over those of the newest round first, as one that was left out does.
+        """
+        one = self._of[replica]
+        one.there, one.doors = True, doors
+        self._reports.pop(replica, None)
+        return (number, digest) == (self.round, self.digest)
+
+    def leave(self, replica: int) -> None:
+        """A replica is not connected any more."""
+        self._of[replica].there = False
+        if self.plan is None:
+            self._reports.pop(replica, None)
+
+    def doors(self, replica: int) -> Doors:
+        """Where others fetch the weights of a replica that has been connected."""
+        return self._of[replica].doors
+
+    def agree(self, number: int, digest: str) -> None:
+        """A replica has computed the weights of a round."""
+        if number == self.round and not self.digest:
+            self.digest = digest
+
+    # --- a round ------------------------------------------------------------------------------------------------
+
+    def report(self, replica: int, report: Report) -> bool:
+        """Take a report; returns False where its round is over, or its members are fixed: it is late."""
+        if report.round != self.round + 1 or self.plan is not None:
+            return False
+        self._reports[replica] = report
+        self._first_at = self._clock() if self._first_at is None else self._first_at
+        return True
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds for which the present round waits after its first report."""
+        if self._deadline_s is not None:
+            return self._deadline_s
+        if not self._durations:
+            return FIRST_DEADLINE_S
+        return max(LEAST_DEADLINE_S, statistics.median(self._durations))
+
+    def look(self) -> None:
+        """Fix the members of the round, if all that are there have reported, or the deadline has passed.
+
+        Raises:
+            NothingLeftError: none of the reports can be used.
+        """
+        if self.plan is not None or self._first_at is None or not self._reports:
+            return
+        waits = [replica for replica in self.there if replica not in self._reports]
+        if waits and self._clock() < self._first_at + self.deadline_s:
+            return
+        wrong = judge(self._reports, {replica: one.norms for replica, one in self._of.items()})
+        members = {replica: one for replica, one in self._reports.items() if replica not in wrong}
+        if not members:
+            raise NothingLeftError("; ".join(f"replica {replica}: {reason}" for replica, reason in wrong.items()))
+        if len({one.digest for one in members.values()}) > 1:
+            raise NothingLeftError(f"replicas {sorted(members)} have begun round {self.round + 1} with other weights")
+        self.plan = Plan(self.round + 1, dict(sorted(members.items())), wrong)
+        self._received = {}
+
+    def have(self, replica: int, received: Collection[int]) -> None:
+        """A member has the weights of these replicas, its own among them, on all of its ranks."""
+        if self.plan is not None and replica in self.plan.members:
+            self._received[replica] = frozenset(received)
+
+    def close(self, *, now: bool) -> None:
+        """Agree on the replicas that a round is made of, unless a member that is there has not said yet what it has.
+
+        Args:
+            now: whether those that have not said it are waited for no longer.
+        """
+        plan = self.plan
+        if plan is None or not self._received:
+            return
+        if not now and any(self._of[one].there and one not in self._received for one in plan.members):
+            return
+        common = frozenset.intersection(*self._received.values())
+        members = tuple(sorted(common)) or (min(self._received),)
+        absent = tuple(one for one in self._of if one not in plan.members and one not in plan.left_out)
+        used = {replica: plan.members[replica] for replica in members}
+        ended_at = self._clock()
+        done = Round(
+            plan.round,
+            members,
+            {replica: one.tokens for replica, one in used.items()},
+            {replica: one.steps for replica, one in used.items()},
+            {replica: one.micro_batches for replica, one in used.items()},
+            {replica: one.norm for replica, one in used.items()},
+            dict(plan.left_out),
+            (*absent, *(one for one in plan.members if one not in members)),
+            ended_at - self._begun_at,
+        )
+        for replica, one in used.items():
+            self._of[replica].norms.append(one.norm)
+        self._durations.append(done.seconds)
+        self.round, self.digest, self.plan, self._reports = plan.round, "", None, {}
+        self._first_at, self._begun_at = None, ended_at
+        self.made = {**self.made, plan.round: members}
+        self.made.pop(plan.round - WINDOW, None)
+        self._record(done)

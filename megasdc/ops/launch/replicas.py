@@ -1,0 +1,243 @@
+"""`megasdc launch --replicas N`: the replicas of Local-SGD, each a launch of its own, and the meeting that leads them.
+
+Each replica is a process of `megasdc launch` with a folder `replica_K` in the run folder, and with the ranks, or with
+its part of the hosts, that a single launch would have. What they print is shown with the replica's name before it.
+A replica that was killed or hangs does not stop the others: it is started again, and returns at a later round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from megasdc.common.durable import LineFile
+from megasdc.common.errors import ConfigError, HangError, LaunchError
+from megasdc.common.wire import own_address_towards
+from megasdc.config.load import load_config
+from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingServer
+from megasdc.localsgd.rounds import Meeting, Round
+from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
+from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
+from megasdc.ops.launch.supervision import print_front_message
+from megasdc.parallel.local_ranks import LocalMeeting
+from megasdc.parallel.rendezvous import LOOPBACK, MEETING_VARIABLE, TOGETHER_VARIABLE, launch_secret
+
+ROUNDS_FILE = "rounds.jsonl"
+"""File in the run folder with a line for each round."""
+RETURNS = 3
+"""Number of times that a replica is started again."""
+STOP_S = 120.0
+"""Seconds that replicas have to save and end after this process was told to stop."""
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ReplicaEnd:
+    """How a replica has ended: its exit code, its run folder, and how many times it was started."""
+
+    replica: int
+    exit_code: int
+    run_dir: str
+    starts: int
+
+
+@dataclass(frozen=True)
+class ReplicasResult:
+    """How a launch of replicas has ended.
+
+    ``exit_code``: 0 if all replicas are done, else that of the first one that is not; ``rounds``: number of the last
+    round that was agreed on.
+    """
+
+    exit_code: int
+    run_dir: str
+    rounds: int
+    replicas: tuple[ReplicaEnd, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+class _Replica:
+    """A process of `megasdc launch`, and what it prints."""
+
+    def __init__(self, number: int, command: Sequence[str], environment: dict[str, str], run_dir: Path) -> None:
+        self.number, self.run_dir, self.starts = number, run_dir, 0
+        self._command, self._environment = list(command), environment
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, for the first time or again."""
+        self.starts += 1
+        self.process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a signal of the terminal goes to this process, which passes it on
+        )
+        assert self.process.stdout is not None, "it is a pipe"
+        threading.Thread(target=self._show, args=(self.process.stdout,), daemon=True).start()
+
+    def _show(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            text = line.decode("utf-8", "replace").rstrip()
+            if text:
+                print(f"replica {self.number}: {text}", file=sys.stderr, flush=True)
+
+
+def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = False) -> ReplicasResult:
+    """Start all replicas, lead them through their rounds, and wait until they have ended.
+
+    Args:
+        replicas: number of replicas, at least 2.
+        dry_run: only check each of them.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        LaunchError: the hosts cannot be divided among the replicas.
+        SystemExit: this process was told to stop; the replicas have saved and ended.
+    """
+    if request.config_path is None:
+        raise ConfigError("--replicas needs a configuration")
+    sections = load_config(request.config_path, request.overrides).megasdc
+    section, folder = sections.local_sgd, Path(sections.logging.run_dir)
+    if section.replicas not in (None, replicas):
+        raise ConfigError(
+            f"megasdc.local_sgd.replicas: got {section.replicas}, and --replicas {replicas}; give one of them"
+        )
+    parts = _divide(request, replicas)
+    folder.mkdir(parents=True, exist_ok=True)
+    together = LocalMeeting()
+    os.environ[MEETING_VARIABLE] = str(together.folder)
+    secret = launch_secret()
+    del os.environ[MEETING_VARIABLE]
+    assert secret is not None, "the folder has one"
+    rounds = LineFile(folder / ROUNDS_FILE)
+    made: list[Round] = []
+
+    def record(one: Round) -> None:
+        made.append(one)
+        rounds.write(json.dumps(one.as_dict()) + "\n")
+        if one.left_out or one.absent:
+            reasons = [f"replica {replica}: {reason}" for replica, reason in one.left_out.items()]
+            reasons += [f"replica {replica} is late or not there" for replica in one.absent]
+            print_front_message(f"round {one.round} goes on with replicas {list(one.members)}; {'; '.join(reasons)}")
+
+    address = LOOPBACK if request.hostfile is None else own_address_towards(next(iter(read_hostfile(request.hostfile))))
+    server = MeetingServer(Meeting(replicas, section.deadline_s, record), replicas, address, secret)
+    environment = {
+        **os.environ,
+        ADDRESS_VARIABLE: f"{server.address}:{server.port}",
+        TOGETHER_VARIABLE: str(together.folder),
+    }
+    every = [
+        _Replica(number, _command(part, number, replicas, folder, dry_run), environment, folder / f"replica_{number}")
+        for number, part in enumerate(parts)
+    ]
+    try:
+        ends = _run(every)
+    finally:
+        server.close()
+        rounds.close()
+        together.close()
+    code = next((one.exit_code for one in ends if one.exit_code), 0)
+    return ReplicasResult(code, str(folder), made[-1].round if made else 0, ends)
+
+
+def _divide(request: LaunchRequest, replicas: int) -> list[LaunchRequest]:
+    """A request for each replica, with its part of the hosts.
+
+    Raises:
+        LaunchError: the hosts cannot be divided.
+    """
+    if request.hostfile is None:
+        return [request] * replicas
+    pool = read_hostfile(request.hostfile)
+    placement = place_on_hosts(pool, include=request.include, exclude=request.exclude, num_gpus=request.num_gpus)
+    hosts = placement.hosts
+    if len(hosts) % replicas:
+        raise LaunchError(
+            f"{len(hosts)} hosts ({', '.join(hosts)}) cannot be divided among {replicas} replicas, each of which needs "
+            "equally many; use another number of either, or choose hosts with --include"
+        )
+    size = len(hosts) // replicas
+    return [
+        replace(request, include="@".join(hosts[first : first + size]), exclude="")
+        for first in range(0, len(hosts), size)
+    ]
+
+
+def _command(request: LaunchRequest, number: int, replicas: int, folder: Path, dry_run: bool) -> list[str]:
+    """Command line of a replica's launch."""
+    sets = (
+        *request.overrides,
+        f"megasdc.local_sgd.replicas={replicas}",
+        f"megasdc.local_sgd.replica={number}",
+        f"megasdc.logging.run_dir={folder / f'replica_{number}'}",
+    )
+    words = [sys.executable, "-m", "megasdc", "launch", "--config", str(request.config_path)]
+    words += ["--hostfile", str(request.hostfile)] if request.hostfile is not None else []
+    words += ["--num-ranks", str(request.num_gpus)] if request.num_gpus is not None else []
+    words += ["--include", request.include] if request.include else []
+    words += ["--exclude", request.exclude] if request.exclude else []
+    words += ["--launcher", request.backend]
+    words += ["--script", str(request.script)] if request.script != DEFAULT_SCRIPT else []
+    words += [word for one in sets for word in ("--set", one)]
+    words += [word for one in request.allow_changed for word in ("--allow-changed", one)]
+    words += ["--dry-run"] if dry_run else []
+    return [*words, *(["--", *request.launcher_args] if request.launcher_args else [])]
+
+
+def _run(every: Sequence[_Replica]) -> tuple[ReplicaEnd, ...]:
+    """Run all replicas to their ends; one that was killed or hangs is started again while others go on."""
+    ends: dict[int, ReplicaEnd] = {}
+    try:
+        for one in every:
+            one.start()
+        while len(ends) < len(every):
+            time.sleep(_POLL_S)
+            for one in every:
+                assert one.process is not None, "it was started"
+                if one.number in ends or (code := one.process.poll()) is None:
+                    continue
+                lost = code in (LaunchError.exit_code, HangError.exit_code) or code < 0
+                if lost and one.starts <= RETURNS and len(ends) < len(every) - 1:
+                    print_front_message(f"replica {one.number} was lost (exit code {code}), and is started again")
+                    one.start()
+                    continue
+                ends[one.number] = ReplicaEnd(one.number, code, str(one.run_dir), one.starts)
+    except BaseException as error:  # told to stop
+        _stop(every, signal.SIGTERM if not isinstance(error, KeyboardInterrupt) else signal.SIGINT)
+        raise
+    return tuple(ends[one.number] for one in every)
+
+
+def _stop(every: Sequence[_Replica], number: int) -> None:
+    """Have all replicas save and end, and wait for that."""
+    running = [one.process for one in every if one.process is not None and one.process.poll() is None]
+    for process in running:
+        process.send_signal(number)
+    deadline = time.monotonic() + STOP_S
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def describe(result: ReplicasResult) -> str:
+    """The result as text."""
+    ends = ", ".join(f"replica {one.replica} exit code {one.exit_code}" for one in result.replicas if one.exit_code)
+    return f"{result.run_dir}: {result.rounds} rounds; {ends or 'all replicas are done'}"

@@ -1,0 +1,306 @@
+"""The section `local_sgd` in a run: the end of each round, in which replicas agree on their weights.
+
+A replica is a launch of its own. Each of its ranks exchanges the shard of the master weights that it owns with the
+ranks at the same place of the other replicas; who takes part is agreed on in the meeting (``megasdc.localsgd``), to
+which the first rank of each replica keeps a connection. Each replica keeps its own optimizer state, and takes every
+n-th sample of the data. A replica that is late, or found wrong, takes over what the others have agreed on, and goes on
+at their step; the moments of one that was wrong begin anew, since what was wrong is in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from megasdc.common.errors import CheckpointError, ConfigError, LaunchError
+from megasdc.config.local_sgd import AGREED_WEIGHTS, LOCAL_SGD, NESTEROV, LocalSgdSection
+from megasdc.engine.engine import StepResult
+from megasdc.engine.hooks import Hook, Run
+from megasdc.localsgd.exchange import AGREED, MASTERS, ShardDoor, bytes_of, fetch, fetch_all
+from megasdc.localsgd.meeting import MeetingLine
+from megasdc.localsgd.outer import Agreed, OuterRule, distance
+from megasdc.localsgd.rounds import Report
+from megasdc.metrics.writer import MetricsWriter
+from megasdc.optim.bounds import MomentumReset
+from megasdc.optim.zero1 import master_partitions
+from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.rendezvous import launch_secret, own_address_for_ranks
+
+logger = logging.getLogger(__name__)
+
+EVENT_KIND = "local_sgd"
+ATTEMPTS = 20
+"""Attempts to take over the weights that others have agreed on, which change with each of their rounds."""
+PAUSE_S = 0.5
+NEW_MOMENTS = MomentumReset(interval=1, warmup_steps=0, warmup_start=1.0, restart_bias_correction=True)
+"""Sets moments to zero, and their count of steps."""
+
+
+class LocalSgd(Hook):
+    """Ends rounds of local steps.
+
+    Args:
+        section: the section `local_sgd`, with more than one replica.
+        timeout_s: seconds in which a shard must have come.
+        writer: writer of metrics on rank 0; None on other ranks.
+
+    Attributes:
+        changed: called after the weights have changed between two steps.
+
+    Raises:
+        ConfigError: the launch has no secret.
+
+    Collective: all ranks of the world.
+    """
+
+    saved_as = LOCAL_SGD
+
+    def __init__(self, section: LocalSgdSection, run: Run, timeout_s: float, writer: MetricsWriter | None) -> None:
+        secret = launch_secret()
+        if secret is None:
+            raise ConfigError(
+                "megasdc.local_sgd: replicas meet with a secret; start them with megasdc launch --replicas"
+            )
+        self._section, self._run, self._writer, self._timeout_s = section, run, writer, timeout_s
+        self._secret, self._replica = secret, section.replica
+        self._rule = OuterRule(section.outer == NESTEROV, section.outer_lr, section.outer_momentum)
+        self._agreed = Agreed(master_partitions(run.engine.optimizer), self._rule)
+        self._round, self._digest = run.step // section.every, ""
+        self._tokens = self._steps = self._micro_batches = 0
+        self._door: ShardDoor | None = None
+        self._line: MeetingLine | None = None
+        self.changed: Callable[[], None] = lambda: None
+
+    @property
+    def _masters(self) -> list[Tensor]:
+        return master_partitions(self._run.engine.optimizer)
+
+    # --- start and end ------------------------------------------------------------------------------------------
+
+    def on_start(self, run: Run) -> None:
+        """Meet the other replicas; one that has other weights than they takes theirs over.
+
+        Collective: all ranks of the world.
+        """
+        self._door = ShardDoor(own_address_for_ranks(), self._secret, self._timeout_s)
+        doors = gather_objects(self._door.place, run.host_group)
+        self._digest = self._digest_of_all()
+        self._offer()
+        if run.dims.rank == 0:
+            self._line = MeetingLine(self._replica, self._secret)
+        answer = self._on_first(lambda line: line.join(self._round, self._digest, doors))
+        if not answer["goes_on"]:
+            self._take_over(answer, "it has joined later, or with other weights", wrong=False)
+
+    def on_end(self, run: Run) -> None:
+        """Wait until the other replicas are done, which may need this one's weights.
+
+        Collective: all ranks of the world.
+        """
+        if run.step >= run.steps and run.end.error is None:
+            run.enter("SAVE")
+            self._on_first(lambda line: line.ask("done"))
+
+    def close(self) -> None:
+        """Leave the meeting."""
+        for part in (self._line, self._door):
+            if part is not None:
+                part.close()
+
+    def _on_first(self, ask: Callable[[MeetingLine], dict[str, Any]]) -> dict[str, Any]:
+        """Ask the meeting on the first rank; returns the answer, on all.
+
+        Raises:
+            LaunchError, CorruptionError: see ``MeetingLine.ask``; on all ranks.
+        """
+        found: tuple[dict[str, Any], Exception | None] = {}, None
+        if self._line is not None:
+            try:
+                found = ask(self._line), None
+            except Exception as error:  # the other ranks wait for it
+                found = {}, error
+        answer, problem = gather_objects(found, self._run.host_group)[0]
+        if problem is not None:
+            raise problem
+        return answer  # type: ignore[no-any-return]
+
+    # --- a round ------------------------------------------------------------------------------------------------
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Count the step, and end the round with its last one."""
+        self._tokens += result.tokens
+        self._steps += result.skipped is None
+        self._micro_batches += result.micro_batches
+        if run.step % self._section.every == 0:
+            self._end_round(run)
+
+    def _end_round(self, run: Run) -> None:
+        run.enter("SAVE")
+        began, number = time.monotonic(), self._round + 1
+        assert self._door is not None, "on_start comes first"
+        masters = self._masters
+        self._door.offer(MASTERS, number, masters)
+        norm, finite = self._norm(masters)
+        report = Report(number, self._tokens, self._steps, self._micro_batches, norm, finite, self._digest)
+        answer = self._on_first(lambda line: line.report(report))
+        if "members" in answer:
+            answer = self._exchange(number, masters, answer)
+        if "members" not in answer:
+            self._left_out(run, number, answer)
+        self._tokens = self._steps = self._micro_batches = 0
+        seconds = time.monotonic() - began
+        run.progress.paused_s += seconds
+        if self._writer is not None:
+            self._writer.write(run.step, {"local_sgd/outer_norm": norm, "local_sgd/exchange_s": seconds})
+        run.enter("BETWEEN")
+
+    def _exchange(self, number: int, masters: Sequence[Tensor], plan: dict[str, Any]) -> dict[str, Any]:
+        """Fetch the members' weights, and take over what is agreed on; returns the meeting's answer."""
+        run, rank = self._run, self._run.dims.rank
+        tokens = {int(replica): int(used) for replica, _, used in plan["members"]}
+        doors = {int(replica): tuple(doors[rank]) for replica, doors, _ in plan["members"] if replica != self._replica}
+        found = fetch_all(doors, self._secret, number, masters, self._timeout_s)  # type: ignore[arg-type]
+        has = set.intersection(*gather_objects({*found, self._replica}, run.host_group))
+        answer = self._on_first(lambda line: line.have(number, sorted(has)))
+        if "members" not in answer:
+            return answer
+        used = [int(one) for one in answer["members"]]
+        every = {replica: masters if replica == self._replica else found[replica] for replica in used}
+        self._agreed.update(every, tokens)
+        self._adopt(number)
+        self._on_first(lambda line: line.ask("agree", round=number, digest=self._digest))
+        if run.dims.rank == 0:
+            fetched = len(found) * sum(one.numel() for one in masters) * 4
+            told: dict[str, Any] = {"round": number, "members": used, "fetched": fetched, "digest": self._digest}
+            run.events.emit(EVENT_KIND, "round", step=run.step, **told)
+        return answer
+
+    def _norm(self, masters: Sequence[Tensor]) -> tuple[float, bool]:
+        """Norm of this replica's outer gradient, and whether all of its weights are finite; on all ranks."""
+        squares, finite = distance(masters, self._agreed.weights)
+        sums = torch.tensor([squares if finite else 0.0, float(not finite)], dtype=torch.float64)
+        dist.all_reduce(sums, group=self._run.host_group)
+        return float(sums[0]) ** 0.5, not bool(sums[1])
+
+    @torch.no_grad()
+    def _adopt(self, number: int) -> None:
+        """Train on from the agreed weights, those after a round."""
+        optimizer = self._run.engine.optimizer
+        for master, agreed in zip(self._masters, self._agreed.weights, strict=True):
+            master.copy_(agreed)
+        optimizer.update_lp_params()
+        self._round, self._digest = number, self._digest_of_all()
+        self._offer()
+        self.changed()
+
+    def _offer(self) -> None:
+        assert self._door is not None, "on_start comes first"
+        self._door.withdraw(MASTERS)
+        self._door.offer(AGREED, self._round, self._agreed.tensors)
+
+    def _digest_of_all(self) -> str:
+        """Digest of the agreed weights of all ranks."""
+        own = xxhash.xxh3_128()
+        for one in self._agreed.tensors:
+            own.update(bytes_of(one.cpu()))
+        return xxhash.xxh3_128_hexdigest(" ".join(gather_objects(own.hexdigest(), self._run.host_group)).encode())
+
+    # --- left out -----------------------------------------------------------------------------------------------
+
+    def _left_out(self, run: Run, number: int, answer: dict[str, Any]) -> None:
+        reason, wrong = str(answer["left_out"]), bool(answer.get("wrong"))
+        self._take_over(answer, reason, wrong=wrong)
+        if run.dims.rank == 0:
+            run.events.emit(EVENT_KIND, "left_out", step=run.step, round=number, reason=reason, wrong=wrong)
+            logger.warning(
+                "round %d went on without this replica: %s; it goes on from round %d", number, reason, self._round
+            )
+
+    def _take_over(self, answer: dict[str, Any], reason: str, *, wrong: bool) -> None:
+        """Take over the weights that others have agreed on, and go on at their step.
+
+        Raises:
+            LaunchError: no replica has any.
+        """
+        run = self._run
+        for _ in range(ATTEMPTS):
+            for _, doors in answer["sources"]:
+                found = self._fetch_agreed(tuple(doors[run.dims.rank]), int(answer["round"]))
+                rounds = gather_objects(None if found is None else found[0], run.host_group)
+                if found is None or None in rounds or len(set(rounds)) > 1:
+                    continue
+                for own, other in zip(self._agreed.tensors, found[1], strict=True):
+                    own.copy_(other)
+                if wrong:
+                    NEW_MOMENTS.reset(run.engine.optimizer.optimizer)
+                self._move_to(found[0] * self._section.every)
+                self._adopt(found[0])
+                return
+            time.sleep(PAUSE_S)
+            answer = {**answer, **self._on_first(lambda line: line.ask("newest"))}
+        raise LaunchError(f"replica {self._replica} has to take over the others' weights ({reason}), and none has them")
+
+    def _fetch_agreed(self, place: tuple[Any, ...], least: int) -> tuple[int, list[Tensor]] | None:
+        try:
+            found = fetch(
+                (str(place[0]), int(place[1])), self._secret, AGREED, None, self._agreed.tensors, self._timeout_s
+            )
+        except OSError as error:
+            logger.info("no agreed weights from %s: %s", place, error)
+            return None
+        return found if found[0] >= least else None
+
+    def _move_to(self, step: int) -> None:
+        """Go on as after a step that other replicas have taken."""
+        run, engine = self._run, self._run.engine
+        if (missing := step - run.step) == 0:
+            return
+        scheduler = engine.lr_scheduler
+        if scheduler is not None:
+            scheduler.step(scheduler.last_batch_iteration + missing)
+        engine.global_steps = run.progress.step = step
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        """This rank's shard of what was agreed on last, where the weights of the run do not say it."""
+        steps_into_a_round = self._run.step % self._section.every
+        if not (steps_into_a_round or self._agreed.momentum):
+            return {}
+        return {AGREED_WEIGHTS: [one.cpu() for one in self._agreed.tensors]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The round, and what was done since its beginning."""
+        return {
+            "round": self._round,
+            "tokens": self._tokens,
+            "steps": self._steps,
+            "micro_batches": self._micro_batches,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state_dict``, and what this rank has saved by ``own_state``.
+
+        Raises:
+            CheckpointError: that has other sizes.
+        """
+        self._round, self._tokens = state["round"], state["tokens"]
+        self._steps, self._micro_batches = state["steps"], state["micro_batches"]
+        saved, own = state.get(AGREED_WEIGHTS, []), self._agreed.tensors
+        if not saved:
+            return
+        sizes, wanted = [one.numel() for one in saved], [one.numel() for one in own]
+        if sizes != wanted:
+            raise CheckpointError(
+                f"the checkpoint holds agreed weights of {sizes} elements, here are {wanted}; go on with the layout "
+                "and the megasdc.local_sgd.outer that saved it"
+            )
+        for one, other in zip(own, saved, strict=True):
+            one.copy_(other)

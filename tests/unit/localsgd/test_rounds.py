@@ -1,0 +1,187 @@
+"""Who takes part in a round, and who is left out?"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from megasdc.localsgd.rounds import FIRST_DEADLINE_S, Meeting, NothingLeftError, Report, Round, judge
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def report(number: int = 1, norm: float = 1.0, **changes: Any) -> Report:
+    """A report of a healthy replica."""
+    fields: dict[str, Any] = {
+        "round": number,
+        "tokens": 100,
+        "steps": 4,
+        "micro_batches": 8,
+        "norm": norm,
+        "finite": True,
+        "digest": "a",
+    }
+    return Report(**{**fields, **changes})
+
+
+def met(number: int, deadline_s: float | None = None) -> tuple[Meeting, Clock, list[Round]]:
+    """A meeting that so many replicas have joined."""
+    clock, rounds = Clock(), list[Round]()
+    meeting = Meeting(number, deadline_s, rounds.append, clock)
+    meeting.begin(dict.fromkeys(range(number), (0, "a")))
+    assert all(meeting.join(one, 0, "a", [("host", one)]) for one in range(number))
+    return meeting, clock, rounds
+
+
+def end(meeting: Meeting, *members: int, digest: str = "a") -> None:
+    """All members have fetched all weights, and agree."""
+    for one in members:
+        meeting.have(one, members)
+    meeting.close(now=False)
+    meeting.agree(meeting.round, digest)
+
+
+def test_a_round_waits_for_all_and_records_what_they_did() -> None:
+    """Members are fixed with the last report, and the round is made when all have all weights."""
+    meeting, clock, rounds = met(2)
+    assert meeting.report(0, report())
+    meeting.look()
+    assert meeting.plan is None
+    clock.now = 5.0
+    assert meeting.report(1, report(tokens=50, steps=3))
+    meeting.look()
+    assert meeting.plan is not None and list(meeting.plan.members) == [0, 1]
+    meeting.have(0, [0, 1])
+    meeting.close(now=False)
+    assert meeting.round == 0, "the other has not said what it has"
+    meeting.have(1, [0, 1])
+    meeting.close(now=False)
+    assert meeting.round == 1 and meeting.made[1] == (0, 1) and meeting.plan is None
+    (one,) = rounds
+    assert (one.tokens, one.steps, one.seconds, one.absent) == ({0: 100, 1: 50}, {0: 4, 1: 3}, 5.0, ())
+
+
+def test_a_late_replica_does_not_stop_the_others_and_returns() -> None:
+    """The first round waits long, later ones for the median of the last rounds; who is late goes on from the newest."""
+    meeting, clock, rounds = met(3)
+    for number in (1, 2):
+        clock.now += 20.0
+        for one in range(3):
+            assert meeting.report(one, report(number))
+        meeting.look()
+        end(meeting, 0, 1, 2)
+    assert meeting.deadline_s == 20.0
+    clock.now += 20.0
+    for one in (0, 1):
+        meeting.report(one, report(3))
+    clock.now += 19.0
+    meeting.look()
+    assert meeting.plan is None
+    clock.now += 1.0
+    meeting.look()
+    assert meeting.plan is not None and list(meeting.plan.members) == [0, 1]
+    assert not meeting.report(2, report(3)), "its members are fixed"
+    end(meeting, 0, 1, digest="b")
+    assert rounds[-1].absent == (2,) and not meeting.report(2, report(3)), "it is over"
+    assert meeting.report(2, report(4, digest="b")) and meeting.round == 3
+    assert Meeting(2, None).deadline_s == FIRST_DEADLINE_S and met(2, 3.0)[0].deadline_s == 3.0
+
+
+def test_a_lost_replica_is_not_waited_for() -> None:
+    """One whose connection has ended; what it has reported is forgotten, unless the members are fixed already."""
+    meeting, _, rounds = met(3)
+    meeting.report(2, report())
+    meeting.leave(2)
+    for one in (0, 1):
+        meeting.report(one, report())
+    meeting.look()
+    assert meeting.plan is not None and list(meeting.plan.members) == [0, 1]
+    meeting.leave(1)  # in the exchange: 0 has its weights
+    meeting.have(0, [0, 1])
+    meeting.close(now=False)
+    assert rounds[-1].members == (0, 1)
+    assert not meeting.join(1, 0, "a", [("host", 1)]), "it goes on from the newest round"
+    meeting.agree(1, "b")
+    assert meeting.join(2, 1, "b", [("host", 2)]), "it has loaded the newest"
+
+
+def test_the_round_is_made_of_what_all_have() -> None:
+    """One could not fetch another's weights: that other is left out on all; one that cannot fetch anything, too."""
+    meeting, _, rounds = met(3)
+    for one in range(3):
+        meeting.report(one, report())
+    meeting.look()
+    meeting.have(0, [0, 1, 2])
+    meeting.have(1, [0, 1])
+    meeting.have(2, [0, 1, 2])
+    meeting.close(now=False)
+    assert rounds[-1].members == (0, 1) and rounds[-1].absent == (2,)
+
+
+@pytest.mark.parametrize(
+    ("reports", "history", "wrong"),
+    [
+        ({0: {}, 1: {"finite": False}}, {}, {1}),
+        ({0: {}, 1: {"digest": "b"}, 2: {}}, {}, {1}),
+        ({0: {}, 1: {"digest": "b"}}, {}, set()),
+        ({0: {}, 1: {"norm": 11.0}, 2: {}}, {}, {1}),
+        ({0: {}, 1: {"norm": 0.09}, 2: {}}, {}, {1}),
+        ({0: {}, 1: {"norm": 1e6}, 2: {}}, {}, {1}),
+        ({0: {}, 1: {"norm": 9.0}, 2: {}}, {}, set()),
+        ({0: {}, 1: {"norm": 100.0}}, {}, set()),
+        ({0: {}, 1: {"norm": 4.0}}, {1: [1.0] * 5}, {1}),
+        ({0: {"norm": 4.0}, 1: {"norm": 4.0}}, {0: [1.0] * 5, 1: [1.0] * 5}, set()),
+        ({0: {}, 1: {"norm": 2.0}}, {1: [1.0] * 5}, set()),
+        ({0: {"norm": 4.0}}, {0: [1.0] * 5}, set()),
+    ],
+    ids=[
+        "nan",
+        "other_weights",
+        "two_differ",
+        "large",
+        "small",
+        "huge",
+        "unusual",
+        "two",
+        "own",
+        "all",
+        "little",
+        "alone",
+    ],
+)
+def test_which_outer_gradients_are_wrong(
+    reports: dict[int, dict[str, Any]], history: dict[int, list[float]], wrong: set[int]
+) -> None:
+    """What is not finite; what differs from the others' at the start; a norm far from the others' and from its own."""
+    assert set(judge({one: report(**fields) for one, fields in reports.items()}, history)) == wrong
+
+
+def test_nothing_that_can_be_relied_on() -> None:
+    """All replicas are wrong, or two that begin with other weights: nobody can say which is right."""
+    for changes in ([{"finite": False}] * 2, [{}, {"digest": "b"}]):
+        meeting, _, _ = met(2)
+        for one, fields in enumerate(changes):
+            meeting.report(one, report(**fields))
+        with pytest.raises(NothingLeftError):
+            meeting.look()
+
+
+def test_norms_of_healthy_replicas_are_never_far() -> None:
+    """10,000 rounds of four replicas, whose norms vary by a tenth and fall with a learning rate to a hundredth."""
+    chance, history = random.Random(3), {one: list[float]() for one in range(4)}
+    for place in range(10_000):
+        rate = 0.01 + 0.99 * (1 - place / 10_000)
+        norms = {one: rate * chance.lognormvariate(0.0, 0.1) for one in range(4)}
+        assert judge({one: report(norm=norm) for one, norm in norms.items()}, history) == {}
+        for one, norm in norms.items():
+            history[one] = [*history[one], norm][-20:]
