@@ -125,7 +125,7 @@ def files_of(first: Phases, resumed: Phases, checked: Phases, harmed: Phases) ->
 def tiny(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A configuration with its data, sizes of model and batch, layout, steps and saves replaced by small ones.
 
-    Checks, faults, archive and the watch over health are off, and neither a line nor an evaluation is due.
+    Checks, faults, archive, other replicas and the watch over health are off; neither a line nor an evaluation is due.
     """
     deepspeed = {
         "train_batch_size": 2 * RANKS,
@@ -154,7 +154,7 @@ def tiny(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     own = made.get("megasdc", {})
     own["model"] = {**own.get("model", {}), **sizes}
     own["training"] = {"steps": 1000, **own.get("training", {}), "stop_step": STEPS, "eval_interval": 0}
-    for name in ("faults", "process_faults", "sdc", "audit"):
+    for name in ("faults", "process_faults", "sdc", "audit", "local_sgd"):
         own.pop(name, None)
     return {**made, "megasdc": {**own, **sections}}
 
