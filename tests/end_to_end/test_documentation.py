@@ -44,6 +44,7 @@ GUIDES = (
     *("dropcompute", "gradient-bounds", "launching"),
     *("fault-injection", "health", "stragglers", "devices", "links", "studies", "sweeps", "reports", "metrics", "gpu"),
     "isolation",
+    "local-sgd",
     "attach",
     "run",
     "supervise",
