@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megasdc.config.fields import (
     NonNegativeInt,
@@ -16,6 +18,7 @@ from megasdc.config.fields import (
 )
 
 AVERAGE, NESTEROV = "average", "nesterov"
+AUTO, INFINITE = "auto", "inf"
 LOCAL_SGD, AGREED_WEIGHTS = "LocalSgd", "agreed"
 """Name of the hook's state in checkpoints, and of its part that each rank saves for itself."""
 
@@ -45,4 +48,23 @@ class LocalSgdSection(Section):
         "Seconds after the first replica has ended a round until it goes on without those that have not; null: the "
         "median time of the last rounds, at least 10.",
         {"at_resume": "applied"},
+    )
+    threshold: Annotated[float, Field(gt=0)] | Literal["auto", "inf"] = setting(
+        "inf",
+        "DropCompute on a round: seconds of it after which a replica starts no further micro-batch, and joins the "
+        'exchange with what it has; auto: the one of the largest effective speed-up on measured rounds; "inf": none.',
+    )
+    max_drop_rate: Annotated[float, Field(ge=0, le=1)] = setting(
+        0.1,
+        "auto: largest share of a round's micro-batches that may be dropped.",
+        needs=asks('local_sgd.threshold="auto"'),
+    )
+    window_rounds: PositiveInt = setting(
+        10, "auto: rounds that are measured before one is chosen.", needs=asks('local_sgd.threshold="auto"')
+    )
+    replay_rounds: str | None = setting(
+        None,
+        "`rounds.jsonl` of a run: the same replicas take part in each round with the same work, whatever the time; "
+        "null: decide anew.",
+        min_length=1,
     )

@@ -138,11 +138,17 @@ class MeetingServer:
         self._look()
         return {"goes_on": goes_on, **self._newest(replica)}
 
+    def _threshold(self) -> dict[str, Any]:
+        """The chosen threshold, where there is one."""
+        window = self._meeting.window
+        return {} if window is None or window.threshold_s is None else {"threshold_s": window.threshold_s}
+
     def _newest(self, replica: int) -> dict[str, Any]:
         """The newest round, and where another replica's weights after it are."""
         meeting = self._meeting
         others = [one for one in meeting.there if one != replica]
-        return {"round": meeting.round, "sources": [[one, meeting.doors(one)] for one in others]}
+        sources = [[one, meeting.doors(one)] for one in others]
+        return {"round": meeting.round, "sources": sources, **self._threshold()}
 
     def _report(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         report = Report(**fields)
@@ -176,7 +182,7 @@ class MeetingServer:
         members = meeting.made.get(number, ())
         if not members or not received.issuperset(members):
             return self._or_failed({"left_out": "it could not fetch what the others have", **self._newest(replica)})
-        return self._or_failed({"members": list(members)})
+        return self._or_failed({"members": list(members), **self._threshold()})
 
     def _agree(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         self._meeting.agree(int(fields["round"]), str(fields["digest"]))

@@ -18,7 +18,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from megasdc.common.durable import parse_json
+from megasdc.common.errors import ConfigError
+from megasdc.localsgd.round_clock import Done, RoundWindow, Times
 
 FIRST_DEADLINE_S = 600.0
 """Seconds from the first report of the first round until it goes on without the others."""
@@ -54,6 +59,7 @@ class Report:
         norm: 2-norm of its outer gradient.
         finite: whether all of its weights are.
         digest: of the weights that it has begun the round with.
+        times: of its micro-batches, where a threshold is to be chosen from them; None: they are not known.
     """
 
     round: int
@@ -63,6 +69,7 @@ class Report:
     norm: float
     finite: bool
     digest: str
+    times: Times | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,41 @@ class Round:
     def as_dict(self) -> dict[str, Any]:
         """As plain values for a line of JSON."""
         return asdict(self)
+
+
+def read_rounds(path: Path | str) -> dict[int, Round]:
+    """Rounds of a run, by number, of ``rounds.jsonl``; of one that was made twice the later.
+
+    Raises:
+        ConfigError: it is missing, or no such file.
+    """
+    place = "megasdc.local_sgd.replay_rounds"
+    found: dict[int, Round] = {}
+    try:
+        for text in Path(path).read_text(encoding="utf-8").splitlines():
+            raw = parse_json(text)
+            by_replica = {
+                name: {int(replica): one for replica, one in raw[name].items()}
+                for name in ("tokens", "steps", "micro_batches", "norms", "left_out")
+            }
+            places = {"members": tuple(raw["members"]), "absent": tuple(raw["absent"])}
+            found[raw["round"]] = Round(**{**raw, **by_replica, **places})
+    except OSError as error:
+        raise ConfigError(
+            f"{place}: {path} cannot be read ({error.strerror}); name the rounds.jsonl of a run."
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{place}: {path} is no file of rounds ({error}); name the rounds.jsonl of a run.") from error
+    return found
+
+
+def work_of(rounds: Mapping[int, Round], replica: int) -> dict[int, Done]:
+    """Local work of a replica in rounds that it took part in, by round."""
+    return {
+        number: Done(one.steps[replica], one.micro_batches[replica])
+        for number, one in rounds.items()
+        if replica in one.members
+    }
 
 
 class NothingLeftError(RuntimeError):
@@ -163,6 +205,8 @@ class Meeting:
             None: the median time of the last rounds, at least ``LEAST_DEADLINE_S``.
         record: called with each round that was agreed on.
         clock: seconds, monotonic.
+        window: chooses a threshold from the times of the first rounds; None: none is to be chosen.
+        replayed: rounds whose members are these again, by round; None: what happens decides.
 
     Attributes:
         round: newest round that was agreed on; 0: none.
@@ -177,8 +221,12 @@ class Meeting:
         deadline_s: float | None,
         record: Callable[[Round], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        window: RoundWindow | None = None,
+        replayed: Mapping[int, Round] | None = None,
     ) -> None:
         self.round, self.digest = 0, ""
+        self.window, self._replayed = window, replayed or {}
         self.plan: Plan | None = None
         self.made: dict[int, tuple[int, ...]] = {}
         self._of = {replica: _Replica() for replica in range(replicas)}
@@ -258,6 +306,12 @@ class Meeting:
         """
         if self.plan is not None or self._first_at is None or not self._reports:
             return
+        if (again := self._replayed.get(self.round + 1)) is not None:
+            if self._reports.keys() >= set(again.members):
+                members = {replica: self._reports[replica] for replica in again.members}
+                wrong = {replica: reason for replica, reason in again.left_out.items() if replica in self._reports}
+                self.plan, self._received = Plan(self.round + 1, members, wrong), {}
+            return
         waits = [replica for replica in self.there if replica not in self._reports]
         if waits and self._clock() < self._first_at + self.deadline_s:
             return
@@ -305,6 +359,8 @@ class Meeting:
         for replica, one in used.items():
             self._of[replica].norms.append(one.norm)
         self._durations.append(done.seconds)
+        if self.window is not None:
+            self.window.add([None if one not in used else used[one].times for one in self._of], done.seconds)
         self.round, self.digest, self.plan, self._reports = plan.round, "", None, {}
         self._first_at, self._begun_at = None, ended_at
         self.made = {**self.made, plan.round: members}

@@ -10,6 +10,7 @@ at their step; the moments of one that was wrong begin anew, since what was wron
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,17 +21,19 @@ import xxhash
 from torch import Tensor
 
 from megasdc.common.errors import CheckpointError, ConfigError, LaunchError
-from megasdc.config.local_sgd import AGREED_WEIGHTS, LOCAL_SGD, NESTEROV, LocalSgdSection
-from megasdc.engine.engine import StepResult
+from megasdc.config.local_sgd import AGREED_WEIGHTS, AUTO, INFINITE, LOCAL_SGD, NESTEROV, LocalSgdSection
+from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
+from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.localsgd.exchange import AGREED, MASTERS, ShardDoor, bytes_of, fetch, fetch_all
 from megasdc.localsgd.meeting import MeetingLine
 from megasdc.localsgd.outer import Agreed, OuterRule, distance
-from megasdc.localsgd.rounds import Report
+from megasdc.localsgd.round_clock import Done, RoundClock
+from megasdc.localsgd.rounds import Report, read_rounds, work_of
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.optim.bounds import MomentumReset
 from megasdc.optim.zero1 import master_partitions
-from megasdc.parallel.collectives import gather_objects
+from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.parallel.rendezvous import launch_secret, own_address_for_ranks
 
 logger = logging.getLogger(__name__)
@@ -74,9 +77,26 @@ class LocalSgd(Hook):
         self._agreed = Agreed(master_partitions(run.engine.optimizer), self._rule)
         self._round, self._digest = run.step // section.every, ""
         self._tokens = self._steps = self._micro_batches = 0
+        replayed = None if section.replay_rounds is None else work_of(read_rounds(section.replay_rounds), self._replica)
+        given = section.threshold
+        self._clock = RoundClock(math.inf if isinstance(given, str) else given, replayed)
+        self._drops, self._measures = given != INFINITE or replayed is not None, given == AUTO and replayed is None
+        self._over = Field(lambda: float(run.engine.decides and self._clock.is_over))
+        self.fields = (self._over,) if self._drops else ()
+        self._gate = self._build_gate() if self._drops else None
         self._door: ShardDoor | None = None
         self._line: MeetingLine | None = None
         self.changed: Callable[[], None] = lambda: None
+
+    def _build_gate(self) -> ReplicaGate | None:
+        """The gate that stops a local step; None: a round ends with a whole step, since more than one rank decides."""
+        engine, dims = self._run.engine, self._run.dims
+        if engine.gate is not None or dims.data > 1:
+            return None
+        group = new_replica_group(dims)
+        engine.gate = ReplicaGate(dims, group, self._clock.decide, self._clock.time_left_s, 1)
+        engine.divides_by_used = True
+        return engine.gate
 
     @property
     def _masters(self) -> list[Tensor]:
@@ -98,6 +118,7 @@ class LocalSgd(Hook):
         answer = self._on_first(lambda line: line.join(self._round, self._digest, doors))
         if not answer["goes_on"]:
             self._take_over(answer, "it has joined later, or with other weights", wrong=False)
+        self._begin_round(answer)
 
     def on_end(self, run: Run) -> None:
         """Wait until the other replicas are done, which may need this one's weights.
@@ -133,13 +154,35 @@ class LocalSgd(Hook):
 
     # --- a round ------------------------------------------------------------------------------------------------
 
+    def before_start(self, engine: TrainingEngine, micro_batch: int, time_left_s: float) -> None:
+        """Note when a micro-batch is started, on the rank that decides."""
+        self._clock.start()
+
+    def after_backward(self, engine: TrainingEngine, micro_batch: int) -> None:
+        """Note when a micro-batch has been computed."""
+        if engine.decides:
+            self._clock.end()
+
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Count the step, and end the round with its last one."""
+        """Count the step, and end the round with its last one, or where its time is up."""
         self._tokens += result.tokens
-        self._steps += result.skipped is None
+        self._steps += 1
         self._micro_batches += result.micro_batches
-        if run.step % self._section.every == 0:
+        self._clock.end_step()
+        if self._gate is not None:
+            self._gate.finish()
+        if run.step % self._section.every == 0 or (self._drops and bool(self._over.value)):
             self._end_round(run)
+
+    def _begin_round(self, answer: dict[str, Any]) -> None:
+        """Begin to count the time of a round; ``answer``: of the meeting, which may have chosen a threshold."""
+        if self._measures and "threshold_s" in answer:
+            self._clock.threshold_s, self._measures = float(answer["threshold_s"]), False
+            if self._run.dims.rank == 0:
+                told = None if math.isinf(self._clock.threshold_s) else self._clock.threshold_s
+                self._run.events.emit(EVENT_KIND, "threshold", step=self._run.step, threshold_s=told)
+                logger.info("Local-SGD: a replica starts no micro-batch after %g s of a round", self._clock.threshold_s)
+        self._clock.begin(self._round + 1, Done(self._steps, self._micro_batches))
 
     def _end_round(self, run: Run) -> None:
         run.enter("SAVE")
@@ -148,7 +191,8 @@ class LocalSgd(Hook):
         masters = self._masters
         self._door.offer(MASTERS, number, masters)
         norm, finite = self._norm(masters)
-        report = Report(number, self._tokens, self._steps, self._micro_batches, norm, finite, self._digest)
+        times = self._clock.times if self._measures else None
+        report = Report(number, self._tokens, self._steps, self._micro_batches, norm, finite, self._digest, times)
         answer = self._on_first(lambda line: line.report(report))
         if "members" in answer:
             answer = self._exchange(number, masters, answer)
@@ -160,6 +204,7 @@ class LocalSgd(Hook):
         if self._writer is not None:
             self._writer.write(run.step, {"local_sgd/outer_norm": norm, "local_sgd/exchange_s": seconds})
         run.enter("BETWEEN")
+        self._begin_round(answer)
 
     def _exchange(self, number: int, masters: Sequence[Tensor], plan: dict[str, Any]) -> dict[str, Any]:
         """Fetch the members' weights, and take over what is agreed on; returns the meeting's answer."""
@@ -196,6 +241,7 @@ class LocalSgd(Hook):
         for master, agreed in zip(self._masters, self._agreed.weights, strict=True):
             master.copy_(agreed)
         optimizer.update_lp_params()
+        self._move_to(number * self._section.every)
         self._round, self._digest = number, self._digest_of_all()
         self._offer()
         self.changed()
@@ -240,7 +286,6 @@ class LocalSgd(Hook):
                     own.copy_(other)
                 if wrong:
                     NEW_MOMENTS.reset(run.engine.optimizer.optimizer)
-                self._move_to(found[0] * self._section.every)
                 self._adopt(found[0])
                 return
             time.sleep(PAUSE_S)
@@ -258,7 +303,7 @@ class LocalSgd(Hook):
         return found if found[0] >= least else None
 
     def _move_to(self, step: int) -> None:
-        """Go on as after a step that other replicas have taken."""
+        """Go on as after the last step of a round, of which this replica may have taken fewer."""
         run, engine = self._run, self._run.engine
         if (missing := step - run.step) == 0:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from harness import run_distributed
 from whole_runs import events_of, metrics_of, pretrain_rank, state_of, train_run, write_run
 
 from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingServer
-from megasdc.localsgd.rounds import Meeting, Round
+from megasdc.localsgd.rounds import Meeting, Round, read_rounds
 from megasdc.parallel.local_ranks import LocalMeeting
 from megasdc.parallel.rendezvous import MEETING_VARIABLE, SECRET_FILE, TOGETHER_VARIABLE
 
@@ -33,7 +34,7 @@ def _rank(configs: list[str], folders: list[str], ranks: int, overrides: list[st
 
 
 def train_replicas(
-    configs: list[Path], ranks: int, *overrides: str, number: int = 0, deadline_s: float | None = None
+    configs: list[Path], ranks: int, *overrides: str, number: int = 0, **options: Any
 ) -> tuple[list[Any], list[Round]]:
     """Train replicas, each a launch of so many ranks; returns exit codes with messages, and the rounds.
 
@@ -44,7 +45,7 @@ def train_replicas(
     meetings = [LocalMeeting() for _ in configs]
     secret = bytes.fromhex((together.folder / SECRET_FILE).read_text())
     start_s = 600.0 if number == len(configs) else 5.0
-    meeting = Meeting(number, deadline_s, rounds.append)
+    meeting = Meeting(number, None, rounds.append, **options)
     server = MeetingServer(meeting, number, "127.0.0.1", secret, start_s=start_s)
     try:
         env = {ADDRESS_VARIABLE: f"127.0.0.1:{server.port}", TOGETHER_VARIABLE: str(together.folder)}
@@ -129,6 +130,42 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path, data: 
     assert [one.round for one in rounds] == [2]
     for one in range(2):
         assert weights_of(tmp_path / f"whole_{one}") == weights_of(tmp_path / f"stopped_{one}")
+
+
+def test_a_late_replica_joins_with_what_it_has(tmp_path: Path, data: Path) -> None:
+    """One that is past the threshold stops within a step, its weights count by their tokens, and both go on at the next
+    round; without delays the same decisions give the same bits.
+    """
+    slow = {"delay": [{"kind": "slow_rank", "replica": 0, "delay_s": 0.3}]}
+    changes = {"deepspeed__train_batch_size": 3, **AT_END}
+    section = {"replicas": 2, "every": 3}
+    given = [{**section, "replica": one, "threshold": 2.0} for one in range(2)]
+    configs = [
+        write_run(tmp_path, data, f"run_{one}", local_sgd=given[one], **changes, **(slow if one else {}))
+        for one in range(2)
+    ]
+    found, rounds = train_replicas(configs, 1)
+    assert [code for code, _ in found if code] == [], found
+    assert [one.members for one in rounds] == [(0, 1)] * 2
+    for one in rounds:
+        assert one.micro_batches[0] == 9 and 3 < one.micro_batches[1] < 9 and one.steps[1] < 4
+        assert one.tokens == {replica: 32 * done for replica, done in one.micro_batches.items()}
+    log = tmp_path / "rounds.jsonl"
+    log.write_text("".join(json.dumps(one.as_dict()) + "\n" for one in rounds))
+    again = [
+        write_run(
+            tmp_path, data, f"again_{one}", local_sgd={**section, "replica": one, "replay_rounds": str(log)}, **changes
+        )
+        for one in range(2)
+    ]
+    found, repeated = train_replicas(again, 1, replayed=read_rounds(log))
+    assert [code for code, _ in found if code] == [], found
+    assert [(one.steps, one.micro_batches, one.norms) for one in repeated] == [
+        (one.steps, one.micro_batches, one.norms) for one in rounds
+    ]
+    for one in range(2):
+        assert metrics_of(tmp_path / f"run_{one}") == metrics_of(tmp_path / f"again_{one}")
+        assert weights_of(tmp_path / f"run_{one}") == weights_of(tmp_path / f"again_{one}")
 
 
 def test_one_local_step_is_synchronous_sgd(tmp_path: Path, data: Path) -> None:

@@ -39,11 +39,11 @@ ROOMS = {
     "engine": 3,
     "interchange": 4,
     "dropcompute": 4,
-    "localsgd": 4,
     "faults": 4,
     "sdc": 4,
     "attached": 5,
-    "train": 5,
+    "localsgd": 5,
+    "train": 6,
     # ops: what surrounds a run on its hosts
     "ops/cluster": 0,
     "ops/archive": 0,

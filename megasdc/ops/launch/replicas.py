@@ -23,8 +23,10 @@ from megasdc.common.durable import LineFile
 from megasdc.common.errors import ConfigError, HangError, LaunchError
 from megasdc.common.wire import own_address_towards
 from megasdc.config.load import load_config
+from megasdc.config.local_sgd import AUTO
 from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingServer
-from megasdc.localsgd.rounds import Meeting, Round
+from megasdc.localsgd.round_clock import RoundWindow
+from megasdc.localsgd.rounds import Meeting, Round, read_rounds
 from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.launch.supervision import print_front_message
@@ -136,7 +138,11 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
             print_front_message(f"round {one.round} goes on with replicas {list(one.members)}; {'; '.join(reasons)}")
 
     address = LOOPBACK if request.hostfile is None else own_address_towards(next(iter(read_hostfile(request.hostfile))))
-    server = MeetingServer(Meeting(replicas, section.deadline_s, record), replicas, address, secret)
+    replayed = {} if section.replay_rounds is None else read_rounds(section.replay_rounds)
+    chooses = section.threshold == AUTO and not replayed
+    window = RoundWindow(section.window_rounds, section.max_drop_rate) if chooses else None
+    meeting = Meeting(replicas, section.deadline_s, record, window=window, replayed=replayed)
+    server = MeetingServer(meeting, replicas, address, secret)
     environment = {
         **os.environ,
         ADDRESS_VARIABLE: f"{server.address}:{server.port}",
