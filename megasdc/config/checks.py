@@ -344,6 +344,30 @@ def replica_config(config: RunConfig, replica: int) -> RunConfig:
     return replace(config, deepspeed=_own_monitors(config.deepspeed, replica), megasdc=sections.model_copy(update=own))
 
 
+def own_faults(sections: MegasdcSection, data: int) -> MegasdcSection:
+    """The sections with the faults of this replica of Local-SGD alone, whose ``replica`` counts over all of them.
+
+    Args:
+        data: number of data ranks of each replica.
+    """
+    local = sections.local_sgd
+    if local.replicas is None:
+        return sections
+    first = local.replica * data
+    faults = [_reseeded(spec, local.replica) for spec in _moved(sections.faults, first, data)]
+    return sections.model_copy(
+        update={"faults": faults, "process_faults": _moved(sections.process_faults, first, data)}
+    )
+
+
+def _moved(faults: Iterable[T], first: int, data: int) -> list[T]:
+    """Faults of the replicas from ``first`` on, so many, counted from 0."""
+    here = [spec for spec in faults if spec.replica is None or 0 <= spec.replica - first < data]
+    return [
+        spec if spec.replica is None else spec.model_copy(update={"replica": spec.replica - first}) for spec in here
+    ]
+
+
 def _of_replica(faults: Iterable[T], replica: int) -> list[T]:
     return [spec.model_copy(update={"replica": None}) for spec in faults if spec.replica in (None, replica)]
 

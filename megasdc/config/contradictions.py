@@ -589,11 +589,13 @@ def fault_place_problems(file: MegasdcSection, tensor: int, pipeline: int, data:
         "process_faults": file.process_faults,
         "delay": file.delay,
     }
+    apart = file.local_sgd.replicas
+    counted = file.study.replicas if apart is None else apart * data
     return [
         f"megasdc.{name}.{index}.{field}: {text}."
         for name, faults in lists.items()
         for index, spec in enumerate(faults)
-        for field, text in place_problems(spec, tensor, pipeline, data, file.study.replicas)
+        for field, text in place_problems(spec, tensor, pipeline, data, counted)
     ]
 
 

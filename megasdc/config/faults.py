@@ -69,7 +69,9 @@ class FaultPlace(Section):
 
     rank: NonNegativeInt | None = setting(None, "Global rank; in a study: rank of its replica; null: any.")
     replica: NonNegativeInt | None = setting(
-        None, "Place along the data dimension; in a study: which of its replicas; null: any."
+        None,
+        "Place along the data dimension; in a study: which of its replicas; with Local-SGD: over the data ranks of all "
+        "replicas; null: any.",
     )
     stage: NonNegativeInt | None = setting(None, "Pipeline stage; null: any.")
     tensor_rank: NonNegativeInt | None = setting(None, "Place along the tensor dimension; null: any.")

@@ -44,7 +44,7 @@ def draw_delays(
     Args:
         index: index of the entry in its list.
         step: optimizer step, first is 1.
-        replica: dp_rank of the replica.
+        replica: number of the replica, over all launches.
         micro_batches: number of micro-batches of a step.
         stages: number of stages of the pipeline.
 
@@ -86,15 +86,16 @@ class InjectedDelays(Hook):
     Args:
         specs: all entries of the run.
         host: name of this rank's host; None: the system's host name.
+        first: number of the first replica of this launch, where it is one of several.
     """
 
-    def __init__(self, specs: Sequence[DelaySpec], dims: ParallelDims, host: str | None = None) -> None:
+    def __init__(self, specs: Sequence[DelaySpec], dims: ParallelDims, host: str | None = None, first: int = 0) -> None:
         host = socket.gethostname() if host is None else host
-        self._dims = dims
+        self._dims, self._replica = dims, first + dims.dp_rank
         self._here = {
             index: spec
             for index, spec in enumerate(specs)
-            if is_here(spec, dims, host) and (dims.tp_rank == 0 or (spec.rank, spec.tensor_rank) != (None, None))
+            if is_here(spec, dims, host, first) and (dims.tp_rank == 0 or (spec.rank, spec.tensor_rank) != (None, None))
         }
         self._decides = dims.is_first_stage and dims.tp_rank == 0
         self._drawn_for = (0, 0)
@@ -124,7 +125,7 @@ class InjectedDelays(Hook):
         step, micro_batches = engine.step_number, engine.micro_batches
         if self._drawn_for != (step, micro_batches):
             self._drawn_for = (step, micro_batches)
-            sizes = (self._dims.dp_rank, micro_batches, self._dims.pipeline)
+            sizes = (self._replica, micro_batches, self._dims.pipeline)
             self._drawn = {index: draw_delays(spec, index, step, *sizes) for index, spec in self._here.items()}
         return math.fsum(
             self._drawn[index][micro_batch, self._dims.pp_rank]
@@ -155,6 +156,7 @@ class DelayReport(Hook):
     Args:
         specs: the entries of `delay`, at least one.
         interval: number of steps between two events of a rank.
+        first: see ``InjectedDelays``.
 
     Attributes:
         delays: the hook that sleeps.
@@ -163,11 +165,11 @@ class DelayReport(Hook):
         ConfigError: a file of delays cannot be used.
     """
 
-    def __init__(self, specs: Sequence[DelaySpec], interval: int, run: Run) -> None:
+    def __init__(self, specs: Sequence[DelaySpec], interval: int, run: Run, first: int = 0) -> None:
         check_delays(specs, run.engine.micro_batches, run.dims.pipeline)
         self._specs = specs
         self._interval = interval
-        self.delays = InjectedDelays(specs, run.dims)
+        self.delays = InjectedDelays(specs, run.dims, first=first)
         self._first_step = run.step + 1
 
     def on_start(self, run: Run) -> None:

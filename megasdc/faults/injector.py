@@ -41,10 +41,10 @@ _FIRE, _BURST, _ELEMENTS, _SAME = range(4)
 """Purposes of a draw, part of its key, so that draws for different purposes are independent."""
 
 
-def is_here(spec: FaultPlace, dims: ParallelDims, host: str) -> bool:
-    """Whether a spec applies to this rank."""
+def is_here(spec: FaultPlace, dims: ParallelDims, host: str, first_replica: int = 0) -> bool:
+    """Whether a spec applies to this rank; ``first_replica``: number of this launch's first."""
     wanted = (spec.rank, spec.replica, spec.stage, spec.tensor_rank)
-    place = (dims.rank, dims.dp_rank, dims.pp_rank, dims.tp_rank)
+    place = (dims.rank, first_replica + dims.dp_rank, dims.pp_rank, dims.tp_rank)
     return all(want is None or want == here for want, here in zip(wanted, place, strict=True)) and (
         spec.host is None or fnmatchcase(host, spec.host)
     )

@@ -36,7 +36,7 @@ from megasdc.common.run_lock import (
     join_lock,
 )
 from megasdc.common.versions import component_versions, untested_versions
-from megasdc.config.checks import BatchLayout, check_layout, replica_config
+from megasdc.config.checks import BatchLayout, check_layout, own_faults, replica_config
 from megasdc.config.contradictions import detects
 from megasdc.config.data import DataSection
 from megasdc.config.load import RunConfig
@@ -487,10 +487,11 @@ def _build_injection(sections: MegasdcSection, run: Run) -> Injection:
     from megasdc.faults.delay import DelayReport
     from megasdc.faults.drill import build_injector, build_process_faults
 
+    own, first = own_faults(sections, run.dims.data), sections.local_sgd.replica * run.dims.data
     return Injection(
-        build_injector(sections, run),
-        build_process_faults(sections, run),
-        DelayReport(sections.delay, sections.logging.interval, run) if sections.delay else None,
+        build_injector(own, run),
+        build_process_faults(own, run),
+        DelayReport(sections.delay, sections.logging.interval, run, first) if sections.delay else None,
     )
 
 

@@ -136,14 +136,11 @@ def test_a_late_replica_joins_with_what_it_has(tmp_path: Path, data: Path) -> No
     """One that is past the threshold stops within a step, its weights count by their tokens, and both go on at the next
     round; without delays the same decisions give the same bits.
     """
-    slow = {"delay": [{"kind": "slow_rank", "replica": 0, "delay_s": 0.3}]}
+    slow = {"delay": [{"kind": "slow_rank", "replica": 1, "delay_s": 0.3}]}
     changes = {"deepspeed__train_batch_size": 3, **AT_END}
     section = {"replicas": 2, "every": 3}
     given = [{**section, "replica": one, "threshold": 2.0} for one in range(2)]
-    configs = [
-        write_run(tmp_path, data, f"run_{one}", local_sgd=given[one], **changes, **(slow if one else {}))
-        for one in range(2)
-    ]
+    configs = [write_run(tmp_path, data, f"run_{one}", local_sgd=given[one], **changes, **slow) for one in range(2)]
     found, rounds = train_replicas(configs, 1)
     assert [code for code, _ in found if code] == [], found
     assert [one.members for one in rounds] == [(0, 1)] * 2
@@ -201,10 +198,8 @@ def test_one_local_step_is_synchronous_sgd(tmp_path: Path, data: Path) -> None:
 )
 def test_a_wrong_replica_is_left_out_and_returns(tmp_path: Path, data: Path, kind: dict[str, Any]) -> None:
     """The others end the round as a run without it does; it takes over their weights, and is a member of the next."""
-    fault = {"phase": "update", "slot": "weight.master", "submodule": "3.*.linear_proj", "rank": 0, "steps": [3, 3]}
-    configs = write_replicas(tmp_path, data, "run", 3, 3)
-    section = {"replicas": 3, "replica": 1, "every": 3}
-    configs[1] = write_run(tmp_path, data, "run_1", local_sgd=section, faults=[{**fault, **kind}], **AT_END)
+    fault = {"phase": "update", "slot": "weight.master", "submodule": "3.*.linear_proj", "replica": 1, "steps": [3, 3]}
+    configs = write_replicas(tmp_path, data, "run", 3, 3, faults=[{**fault, **kind}])
     found, rounds = train_replicas(configs, 1)
     assert [code for code, _ in found if code] == [], found
     assert [one.members for one in rounds] == [(0, 2), (0, 1, 2)]
