@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -183,7 +184,10 @@ def _print_way_on(result: Any, request: Any) -> None:
     """Print the command that goes on, where a launch was stopped, or ranks were killed, or a host was lost."""
     from megasdc.ops.launch.request import way_on
     from megasdc.ops.launch.supervision import print_front_message
+    from megasdc.parallel.rendezvous import TOGETHER_VARIABLE
 
+    if TOGETHER_VARIABLE in os.environ:  # the process that has started it says so for all replicas
+        return
     lost = result.exit_code == LaunchError.exit_code and result.failed_host is not None
     is_cut_short = result.ended_by is not None or result.stopped_by is not None or lost
     if is_cut_short and (way := way_on(request, Path(result.run_dir))):

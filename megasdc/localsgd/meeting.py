@@ -62,6 +62,8 @@ class MeetingServer:
         """What replicas have loaded that have joined before the first round; kept until training begins."""
         self._ended: set[int] = set()
         self._has_begun = False
+        self.joined: set[int] = set()
+        """Replicas that have been there."""
         self._failed = ""
         self._is_over = False
         self._door = Door(address, secret, self._serve)
@@ -134,6 +136,7 @@ class MeetingServer:
             if not self._has_begun:
                 self._meeting.begin(self._loaded)
                 self._has_begun = True
+        self.joined.add(replica)
         goes_on = self._meeting.join(replica, number, digest, doors)
         self._look()
         return {"goes_on": goes_on, **self._newest(replica)}

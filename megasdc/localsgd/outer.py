@@ -87,6 +87,7 @@ class Agreed:
         return (before - moved * self._rule.lr).float()
 
 
+@torch.no_grad()
 def distance(weights: Sequence[Tensor], agreed: Sequence[Tensor]) -> tuple[float, bool]:
     """Sum of squares of an outer gradient in this rank's shard, in fp64, and whether all of its weights are finite.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.localsgd.exchange import AGREED, MASTERS, ShardDoor, bytes_of, fetch, fetch_all
-from megasdc.localsgd.meeting import MeetingLine
+from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingLine
 from megasdc.localsgd.outer import Agreed, OuterRule, distance
 from megasdc.localsgd.round_clock import Done, RoundClock
 from megasdc.localsgd.rounds import Report, read_rounds, work_of
@@ -109,7 +110,8 @@ class LocalSgd(Hook):
 
         Collective: all ranks of the world.
         """
-        self._door = ShardDoor(own_address_for_ranks(), self._secret, self._timeout_s)
+        meeting = os.environ.get(ADDRESS_VARIABLE, "").rpartition(":")[0]
+        self._door = ShardDoor(own_address_for_ranks(*filter(None, [meeting])), self._secret, self._timeout_s)
         doors = gather_objects(self._door.place, run.host_group)
         self._digest = self._digest_of_all()
         self._offer()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,15 +27,13 @@ from megasdc.config.load import load_config
 from megasdc.config.local_sgd import AUTO
 from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingServer
 from megasdc.localsgd.round_clock import RoundWindow
-from megasdc.localsgd.rounds import Meeting, Round, read_rounds
+from megasdc.localsgd.rounds import ROUNDS_FILE, Meeting, Round, read_rounds
 from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.launch.supervision import print_front_message
 from megasdc.parallel.local_ranks import LocalMeeting
 from megasdc.parallel.rendezvous import LOOPBACK, MEETING_VARIABLE, TOGETHER_VARIABLE, launch_secret
 
-ROUNDS_FILE = "rounds.jsonl"
-"""File in the run folder with a line for each round."""
 RETURNS = 3
 """Number of times that a replica is started again."""
 STOP_S = 120.0
@@ -120,24 +119,26 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
             f"megasdc.local_sgd.replicas: got {section.replicas}, and --replicas {replicas}; give one of them"
         )
     parts = _divide(request, replicas)
-    folder.mkdir(parents=True, exist_ok=True)
     together = LocalMeeting()
     os.environ[MEETING_VARIABLE] = str(together.folder)
     secret = launch_secret()
     del os.environ[MEETING_VARIABLE]
     assert secret is not None, "the folder has one"
-    rounds = LineFile(folder / ROUNDS_FILE)
+    folder.mkdir(parents=True, exist_ok=True)
+    rounds = None if dry_run else LineFile(folder / ROUNDS_FILE)
     made: list[Round] = []
 
     def record(one: Round) -> None:
         made.append(one)
-        rounds.write(json.dumps(one.as_dict()) + "\n")
+        if rounds is not None:
+            rounds.write(json.dumps(one.as_dict()) + "\n")
         if one.left_out or one.absent:
             reasons = [f"replica {replica}: {reason}" for replica, reason in one.left_out.items()]
             reasons += [f"replica {replica} is late or not there" for replica in one.absent]
             print_front_message(f"round {one.round} goes on with replicas {list(one.members)}; {'; '.join(reasons)}")
 
-    address = LOOPBACK if request.hostfile is None else own_address_towards(next(iter(read_hostfile(request.hostfile))))
+    hosts = [] if request.hostfile is None else list(read_hostfile(request.hostfile))
+    address = own_address_towards(*hosts) if hosts else LOOPBACK
     replayed = {} if section.replay_rounds is None else read_rounds(section.replay_rounds)
     chooses = section.threshold == AUTO and not replayed
     window = RoundWindow(section.window_rounds, section.max_drop_rate) if chooses else None
@@ -153,10 +154,11 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
         for number, part in enumerate(parts)
     ]
     try:
-        ends = _run(every)
+        ends = _run(every, server)
     finally:
         server.close()
-        rounds.close()
+        if rounds is not None:
+            rounds.close()
         together.close()
     code = next((one.exit_code for one in ends if one.exit_code), 0)
     return ReplicasResult(code, str(folder), made[-1].round if made else 0, ends)
@@ -179,8 +181,9 @@ def _divide(request: LaunchRequest, replicas: int) -> list[LaunchRequest]:
             "equally many; use another number of either, or choose hosts with --include"
         )
     size = len(hosts) // replicas
+    places = [f"{host}:{','.join(map(str, placement.slots[host]))}" for host in hosts]
     return [
-        replace(request, include="@".join(hosts[first : first + size]), exclude="")
+        replace(request, include="@".join(places[first : first + size]), exclude="", num_gpus=None)
         for first in range(0, len(hosts), size)
     ]
 
@@ -206,8 +209,11 @@ def _command(request: LaunchRequest, number: int, replicas: int, folder: Path, d
     return [*words, *(["--", *request.launcher_args] if request.launcher_args else [])]
 
 
-def _run(every: Sequence[_Replica]) -> tuple[ReplicaEnd, ...]:
-    """Run all replicas to their ends; one that was killed or hangs is started again while others go on."""
+def _run(every: Sequence[_Replica], server: MeetingServer) -> tuple[ReplicaEnd, ...]:
+    """Run all replicas to their ends; one that has trained, and was killed or hangs, is started again.
+
+    Not where no other goes on.
+    """
     ends: dict[int, ReplicaEnd] = {}
     try:
         for one in every:
@@ -219,12 +225,13 @@ def _run(every: Sequence[_Replica]) -> tuple[ReplicaEnd, ...]:
                 if one.number in ends or (code := one.process.poll()) is None:
                     continue
                 lost = code in (LaunchError.exit_code, HangError.exit_code) or code < 0
-                if lost and one.starts <= RETURNS and len(ends) < len(every) - 1:
+                if lost and one.number in server.joined and one.starts <= RETURNS and len(ends) < len(every) - 1:
                     print_front_message(f"replica {one.number} was lost (exit code {code}), and is started again")
                     one.start()
                     continue
                 ends[one.number] = ReplicaEnd(one.number, code, str(one.run_dir), one.starts)
     except BaseException as error:  # told to stop
+        print_front_message(f"the replicas save and end; to go on: {shlex.join(['megasdc', *sys.argv[1:]])}")
         _stop(every, signal.SIGTERM if not isinstance(error, KeyboardInterrupt) else signal.SIGINT)
         raise
     return tuple(ends[one.number] for one in every)

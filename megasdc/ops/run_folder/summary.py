@@ -16,6 +16,7 @@ from megasdc.config.load import parse_config
 from megasdc.config.read import shown
 from megasdc.data.manifest import DataManifest
 from megasdc.events import Event
+from megasdc.localsgd.rounds import ROUNDS_FILE
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.front.clocks import describe_differing_dates
 from megasdc.ops.health.hosts import last_step_seen
@@ -145,6 +146,8 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
     folder = Path(run_dir)
     if (folder / STUDY_FOLDER).is_dir():
         raise DataError(f"{folder} holds a study; give one of its folders replica_K, or use megasdc study")
+    if (folder / ROUNDS_FILE).exists():
+        raise DataError(f"{folder} holds the replicas of Local-SGD; give one of its folders replica_K")
     run = load_run(folder)
     rows = read_metrics(folder)
     trained = [row for row in rows if "train/loss" in row]

@@ -247,3 +247,31 @@ class DropTrainOptions(Options):
     def runs(self) -> list[tuple[Setting, int]]:
         """Setting and seed of each run; all settings of a seed before the next."""
         return [(setting, seed) for seed in range(1, self.seeds + 1) for setting in self.settings]
+
+
+@dataclass(frozen=True)
+class LocalGpt(SmallGpt):
+    """The model of the comparison with Local-SGD."""
+
+    hidden: int = option(64, "Width h; a multiple of 32.")
+    layers: int = 1
+    sequence: int = 32
+    vocab: int = 512
+    micro_batches: int = option(4, "Of a replica's step.")
+
+
+@dataclass(frozen=True)
+class LocalSgdOptions(Options):
+    """Train synchronously and by Local-SGD, each with and without DropCompute; exit code 1 if a speed is not predicted.
+
+    Real launches, with a straggler and a tail of late micro-batches. Bar: measured within 5 % of what the times of the
+    synchronous run predict. Run it on a machine that does nothing else.
+    """
+
+    replicas: int = option(4, "Replicas, a rank each.", least=2)
+    every: int = option(8, "Local steps of a round.", least=1)
+    rounds: int = option(18, "Rounds.", least=8)
+    latency_s: float = option(0.06, "Seconds that each micro-batch sleeps.", "--latency", min=0.001)
+    straggler: float = option(0.25, "Part of a micro-batch by which one replica is slower.", min=0.0)
+    learning_rate: float = option(2e-3, "Largest learning rate.", min=0.0)
+    gpt: SmallGpt = LocalGpt()
