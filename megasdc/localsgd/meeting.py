@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -109,10 +110,9 @@ class MeetingServer:
 
     def _wait(self, connection: socket.socket, is_done: Callable[[], bool], at_most_s: float = float("inf")) -> None:
         """Wait until a condition holds, the time is up or the run has failed; OSError where the caller has gone."""
-        waited_s = 0.0
-        while not (is_done() or self._failed or self._is_over or waited_s >= at_most_s):
+        ends_at = time.monotonic() + at_most_s
+        while not (is_done() or self._failed or self._is_over or time.monotonic() >= ends_at):
             self._changed.wait(_LOOK_S)
-            waited_s += _LOOK_S
             self._look()
             if select.select([connection], [], [], 0)[0] and not connection.recv(1, socket.MSG_PEEK):
                 raise ConnectionError("its process has ended")
@@ -121,11 +121,13 @@ class MeetingServer:
 
     def _look(self) -> None:
         """Let the meeting go on where it can, and wake who waits for that."""
+        before = self._meeting.plan
         try:
             self._meeting.look()
         except NothingLeftError as error:
             self._failed = str(error)
-        self._changed.notify_all()
+        if self._failed or self._meeting.plan is not before:
+            self._changed.notify_all()
 
     def _join(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         number, digest = int(fields["round"]), str(fields["digest"])
@@ -136,6 +138,7 @@ class MeetingServer:
             if not self._has_begun:
                 self._meeting.begin(self._loaded)
                 self._has_begun = True
+                self._changed.notify_all()
         self.joined.add(replica)
         goes_on = self._meeting.join(replica, number, digest, doors)
         self._look()
@@ -155,17 +158,17 @@ class MeetingServer:
 
     def _report(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         report = Report(**fields)
-        if not self._meeting.report(replica, report):
-            self._wait(connection, lambda: self._meeting.plan is None)
-            return self._or_failed({"left_out": "it was late", **self._newest(replica)})
-        self._look()
-        self._wait(connection, lambda: self._meeting.plan is not None or self._meeting.round >= report.round)
-        plan = self._meeting.plan
-        if plan is not None and plan.round == report.round and replica in plan.members:
-            members = [[one, self._meeting.doors(one), of.tokens] for one, of in plan.members.items()]
-            return self._or_failed({"members": members})
-        wrong = {} if plan is None else plan.left_out
-        self._wait(connection, lambda: self._meeting.round >= report.round)
+        meeting = self._meeting
+        if meeting.report(replica, report):
+            self._look()
+            self._wait(connection, lambda: meeting.plan is not None or meeting.round >= report.round)
+            plan = meeting.plan
+            if plan is not None and plan.round == report.round and replica in plan.members:
+                members = [[one, meeting.doors(one), of.tokens] for one, of in plan.members.items()]
+                return self._or_failed({"members": members})
+        self._wait(connection, lambda: meeting.plan is None and meeting.round >= report.round)
+        made = meeting.made.get(report.round)
+        wrong = {} if made is None else made.left_out
         told = {"left_out": wrong.get(replica, "it was late"), "wrong": replica in wrong}
         return self._or_failed({**told, **self._newest(replica)})
 
@@ -182,7 +185,7 @@ class MeetingServer:
         if not self._failed and not is_closed():
             meeting.close(now=True)
         self._changed.notify_all()
-        members = meeting.made.get(number, ())
+        members = meeting.made[number].members if number in meeting.made else ()
         if not members or not received.issuperset(members):
             return self._or_failed({"left_out": "it could not fetch what the others have", **self._newest(replica)})
         return self._or_failed({"members": list(members), **self._threshold()})

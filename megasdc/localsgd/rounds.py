@@ -214,7 +214,7 @@ class Meeting:
         round: newest round that was agreed on; 0: none.
         digest: of the weights after it; empty: not known yet.
         plan: of the round that is exchanged now; None: reports are awaited.
-        made: replicas that the last rounds are made of, by round.
+        made: the last rounds, by number.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Meeting:
         self.round, self.digest = 0, ""
         self.window, self._replayed = window, replayed or {}
         self.plan: Plan | None = None
-        self.made: dict[int, tuple[int, ...]] = {}
+        self.made: dict[int, Round] = {}
         self._of = {replica: _Replica() for replica in range(replicas)}
         self._deadline_s, self._record, self._clock = deadline_s, record, clock
         self._reports: dict[int, Report] = {}
@@ -365,6 +365,6 @@ class Meeting:
             self.window.add([None if one not in used else used[one].times for one in self._of], done.seconds)
         self.round, self.digest, self.plan, self._reports = plan.round, "", None, {}
         self._first_at, self._begun_at = None, ended_at
-        self.made = {**self.made, plan.round: members}
+        self.made = {**self.made, plan.round: done}
         self.made.pop(plan.round - WINDOW, None)
         self._record(done)

@@ -289,7 +289,9 @@ def test_train_your_own_model(tmp_path: Path) -> None:
             outputs.append(run(sandbox, command))
         if number == 0:
             _edit_as_a_user_would(sandbox / "my.json")
-    assert re.search(r"steps\s+4 of 4", outputs[-1])
+    summary, exported = outputs[-2:]
+    assert re.search(r"steps\s+4 of 4", summary)
+    assert "checkpoint: verified by the audit of step 5" in exported, "which looks at what the run ends with"
     assert (sandbox / "runs" / "my" / "checkpoints" / "step_00000004").is_dir()
 
 

@@ -35,7 +35,13 @@ from tools.bench.detection.options import (
     RefereeOptions,
     TracedModel,
 )
-from tools.bench.drops.options import DropCostOptions, DropSpeedupOptions, DropTrainOptions, LocalSgdOptions
+from tools.bench.drops.options import (
+    DropCostOptions,
+    DropSpeedupOptions,
+    DropTrainOptions,
+    LocalFaultOptions,
+    LocalSgdOptions,
+)
 from tools.bench.guard.options import DisputeOptions, GuardCostOptions, GuardOptions
 from tools.bench.health.options import HangOptions, HealthCostOptions, StragglerOptions
 from tools.bench.isolation.options import IsolationOptions, RateOptions
@@ -294,6 +300,13 @@ benchmark(
 benchmark("dropcompute", "drops.cost:bench_drop_cost", "--steps 20 --out dropcompute.json", DropCostOptions)
 
 benchmark("local-sgd", "drops.local_sgd:bench_local_sgd", "--rounds 18 --out local.json", LocalSgdOptions)
+
+benchmark(
+    "local-sgd-faults",
+    "drops.local_sgd_faults:bench_local_sgd_faults",
+    "--values 30 --times 15 --out faults.json",
+    LocalFaultOptions,
+)
 
 benchmark("drop-speedup", "drops.speedup:bench_drop_speedup", "--drop-rates 0.05,0.1 --steps 28", DropSpeedupOptions)
 

@@ -66,7 +66,7 @@ def test_a_round_waits_for_all_and_records_what_they_did() -> None:
     assert meeting.round == 0, "the other has not said what it has"
     meeting.have(1, [0, 1])
     meeting.close(now=False)
-    assert meeting.round == 1 and meeting.made[1] == (0, 1) and meeting.plan is None
+    assert meeting.round == 1 and meeting.made[1].members == (0, 1) and meeting.plan is None
     (one,) = rounds
     assert (one.tokens, one.steps, one.seconds, one.absent) == ({0: 100, 1: 50}, {0: 4, 1: 3}, 5.0, ())
 

@@ -275,3 +275,20 @@ class LocalSgdOptions(Options):
     straggler: float = option(0.25, "Part of a micro-batch by which one replica is slower.", min=0.0)
     learning_rate: float = option(2e-3, "Largest learning rate.", min=0.0)
     gpt: SmallGpt = LocalGpt()
+
+
+@dataclass(frozen=True)
+class LocalFaultOptions(Options):
+    """Try faults in one replica of Local-SGD between exchanges; exit code 1 if one is missed, or a clean round is not.
+
+    The others' weights must be those of a run without the fault, and nobody may be left out of a clean round.
+    """
+
+    values: int = option(30, "Faults in values: NaN and spikes by turns.", least=1)
+    times: int = option(15, "Runs in which one replica is killed and another late.", least=0)
+    clean: int = option(300, "Rounds without a fault.", least=1)
+    rounds: int = option(60, "Rounds of a run with a lost and a late replica.", least=8)
+    factor: float = option(1000.0, "By which a spike multiplies 200 master weights.", min=1.0)
+    step_s: float = option(0.1, "Seconds of a step in runs with a lost replica, in which it is started again.", min=0.0)
+    deadline_s: float = option(3.0, "Seconds for which a round with a late replica waits.", "--deadline", min=0.1)
+    gpt: SmallGpt = LocalGpt(micro_batches=1)
