@@ -87,3 +87,30 @@ def test_a_sample_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     again = CliRunner().invoke(app, ["drop-training", *small])
     assert again.exit_code == 0, again.output
     assert json.loads(out.read_text())["runs"] == found["runs"]
+
+
+@pytest.mark.full
+def test_a_sample_of_local_sgd(tmp_path: Path) -> None:
+    """All four ways are trained, exchanged bytes are those of the shards, and the exit code says whether a speed was
+    predicted.
+    """
+    out = tmp_path / "local.json"
+    done = CliRunner().invoke(app, ["local-sgd", "--rounds", "8", "--out", str(out)])
+    assert out.exists(), (done.output, done.exception)
+    sync, drops, local, both = json.loads(out.read_text())["modes"]
+    assert sync["predicted"] is None and not sync["fetched"] and sync["dropped"] == local["dropped"] == 0
+    assert local["fetched"] == both["fetched"] > 0 and drops["speed"] > 0 < both["eval_loss"] < 7
+    found = json.loads(out.read_text())
+    assert found["passed"] == all(one["passed"] for one in found["modes"]) == (done.exit_code == 0)
+
+
+@pytest.mark.full
+def test_a_sample_of_faults_in_local_sgd(tmp_path: Path) -> None:
+    """NaN and a spike are left out, the others go on with equal bits, and clean rounds have all."""
+    out = tmp_path / "faults.json"
+    done = CliRunner().invoke(
+        app, ["local-sgd-faults", "--values", "2", "--times", "0", "--clean", "4", "--out", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert [one["kind"] for one in found["faults"]] == ["NaN", "spike"] and found["clean"] == 4

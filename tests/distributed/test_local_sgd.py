@@ -78,9 +78,9 @@ def write_replicas(folder: Path, data: Path, name: str, number: int, every: int,
     ]
 
 
-def weights_of(run_dir: Path) -> dict[str, str]:
-    """Digests of weights, masters and moments after six steps."""
-    saved = state_of(run_dir / "checkpoints" / "step_00000006")
+def weights_of(run_dir: Path, steps: int = 6) -> dict[str, str]:
+    """Digests of weights, masters and moments at the end."""
+    saved = state_of(run_dir / "checkpoints" / f"step_{steps:08d}")
     return {name: one for name, one in saved.items() if "optim" in name or "layer_" in name or "module" in name}
 
 
@@ -93,19 +93,34 @@ def test_weights_are_those_that_a_script_averages(
     tmp_path: Path, data: Path, number: int, ranks: int, every: int, changes: dict[str, Any]
 ) -> None:
     """Losses, weights, masters and moments of each replica have the bits of single runs that a script averages."""
+    _equals_the_script(tmp_path, data, number, ranks, every, 6, changes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("outer", ["average", "nesterov"])
+@pytest.mark.parametrize("every", [1, 4, 16])
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_all_numbers_and_rounds_equal_the_script(
+    tmp_path: Path, data: Path, number: int, every: int, outer: str
+) -> None:
+    """The same over the grid of numbers of replicas, lengths of rounds and outer rules."""
+    changes = {"training__steps": 16, "training__eval_interval": 16, "local_sgd__outer": outer}
+    _equals_the_script(tmp_path, data, number, 1, every, 16, changes)
+
+
+def _equals_the_script(
+    tmp_path: Path, data: Path, number: int, ranks: int, every: int, steps: int, changes: dict[str, Any]
+) -> None:
     changes = {**AT_END, **changes}
-    nesterov = changes.pop("local_sgd__outer", None) is not None
-    sections = [
-        {"replicas": number, "replica": one, "every": every, **({"outer": "nesterov"} if nesterov else {})}
-        for one in range(number)
-    ]
+    outer = changes.pop("local_sgd__outer", "average")
+    sections = [{"replicas": number, "replica": one, "every": every, "outer": outer} for one in range(number)]
     configs = [write_run(tmp_path, data, f"run_{one}", local_sgd=sections[one], **changes) for one in range(number)]
     found, rounds = train_replicas(configs, ranks)
     assert [code for code, _ in found if code] == [], found
-    assert [one.round for one in rounds] == list(range(1, 6 // every + 1))
+    assert [one.round for one in rounds] == list(range(1, steps // every + 1))
     assert all(one.members == tuple(range(number)) and not one.left_out for one in rounds)
     (tmp_path / "files").mkdir()
-    env = {"AVERAGING": f"{tmp_path / 'files'} {number} {every} {int(nesterov)}"}
+    env = {"AVERAGING": f"{tmp_path / 'files'} {number} {every} {int(outer == 'nesterov')}"}
     alone = [write_run(tmp_path, data, f"alone_{one}", hooks=[f"{HOOK}:Averaging"], **changes) for one in range(number)]
     meetings = [LocalMeeting() for _ in alone]
     folders = [str(one.folder) for one in meetings]
@@ -114,9 +129,10 @@ def test_weights_are_those_that_a_script_averages(
     for meeting in meetings:
         meeting.close()
     for one in range(number):
-        assert metrics_of(tmp_path / f"run_{one}") == metrics_of(tmp_path / f"alone_{one}")
-        assert weights_of(tmp_path / f"run_{one}") == weights_of(tmp_path / f"alone_{one}")
-    assert len({str(sorted(weights_of(tmp_path / f"run_{one}").items())) for one in range(number)}) == number
+        run, single = (weights_of(tmp_path / f"{name}_{one}", steps) for name in ("run", "alone"))
+        assert metrics_of(tmp_path / f"run_{one}") == metrics_of(tmp_path / f"alone_{one}") and run == single
+    ends = {str(sorted(weights_of(tmp_path / f"run_{one}", steps).items())) for one in range(number)}
+    assert len(ends) == number, "moments are each replica's own"
 
 
 def test_a_run_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path, data: Path) -> None:

@@ -1,0 +1,93 @@
+"""Do replicas meet over real connections, and is each told what became of a round?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megasdc.common.errors import CorruptionError, LaunchError
+from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingLine, MeetingServer
+from megasdc.localsgd.rounds import Meeting, Report
+
+SECRET = b"x" * 32
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingServer]:
+    """A meeting of three replicas."""
+    found = MeetingServer(Meeting(3, None), 3, "127.0.0.1", SECRET, start_s=30.0)
+    monkeypatch.setenv(ADDRESS_VARIABLE, f"127.0.0.1:{found.port}")
+    yield found
+    found.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Answers of calls that wait for each other."""
+    answers: list[Any] = [None] * len(calls)
+
+    def call(place: int) -> None:
+        try:
+            answers[place] = calls[place]()
+        except Exception as error:
+            answers[place] = error
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return answers
+
+
+def report(line: MeetingLine, number: int = 1, **changes: Any) -> Callable[[], dict[str, Any]]:
+    """A call that reports a round."""
+    own = Report(number, 10, 2, 4, 1.0, True, "a")
+    return lambda: line.report(Report(**{**vars(own), **changes}))
+
+
+def test_training_begins_with_all_and_each_learns_of_its_round(server: MeetingServer) -> None:
+    """One that joins seconds later is waited for; who is wrong is told so, also after the round was made."""
+    lines = [MeetingLine(replica, SECRET) for replica in range(3)]
+
+    def join_late() -> dict[str, Any]:
+        time.sleep(1.5)
+        return lines[2].join(0, "a", [("h", 2)])
+
+    found = together(lambda: lines[0].join(0, "a", []), lambda: lines[1].join(0, "a", []), join_late)
+    assert [one["goes_on"] for one in found] == [True] * 3
+    wrong: list[dict[str, Any]] = []
+    waits = threading.Thread(target=lambda: wrong.append(report(lines[1], finite=False)()))
+    waits.start()
+    time.sleep(0.3)
+    members = together(report(lines[0]), report(lines[2]))
+    assert [[one for one, _, _ in answer["members"]] for answer in members] == [[0, 2]] * 2
+    made = together(lambda: lines[0].have(1, [0, 2]), lambda: lines[2].have(1, [0, 2]))
+    assert made == [{"members": [0, 2]}] * 2
+    waits.join(10)
+    assert wrong[0]["wrong"] and "not finite" in wrong[0]["left_out"] and wrong[0]["round"] == 1
+    assert {replica for replica, _ in wrong[0]["sources"]} == {0, 2}
+    lines[2].close()
+    time.sleep(0.3)
+    assert [one for one, _, _ in together(report(lines[0], 2), report(lines[1], 2))[0]["members"]] == [0, 1]
+
+
+def test_a_round_of_which_nothing_can_be_used_ends_all(server: MeetingServer) -> None:
+    """Every replica is told; and one without the secret, or the address, is refused with what to do."""
+    lines = [MeetingLine(replica, SECRET) for replica in range(3)]
+    together(*(lambda line=line: line.join(0, "a", []) for line in lines))
+    for answer in together(*(report(line, finite=False) for line in lines)):
+        assert isinstance(answer, CorruptionError) and "no replica can be relied on" in str(answer)
+    with pytest.raises(LaunchError, match="megasdc launch --replicas"):
+        MeetingLine(1, b"y" * 32)
+
+
+def test_a_replica_alone_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by itself it has no address to go to."""
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    with pytest.raises(LaunchError, match=r"no address .* start all replicas with megasdc launch --replicas"):
+        MeetingLine(0, SECRET)
