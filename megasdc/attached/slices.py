@@ -86,7 +86,6 @@ class EngineView:
             engine.data_parallel_group,
         )
         self.lr_scheduler, self.communication_data_type = engine.lr_scheduler, engine.communication_data_type
-        self.gradient_factor = torch.ones((), dtype=torch.float64)
         self.step_number, self.scale = training.step, 1.0
 
     @property
@@ -103,6 +102,10 @@ class EngineView:
     def fp16_enabled(self) -> bool:
         """Whether the model computes in fp16."""
         return bool(self._engine.fp16_enabled())
+
+    def gradient_factor_of(self, parameter: Tensor) -> Tensor:
+        """Factor of the mean of the replicas' gradients of one parameter, 0-d: 1."""
+        return torch.ones((), dtype=torch.float64)
 
 
 def names_of_parameters(engine: Any) -> dict[int, tuple[str, str]]:

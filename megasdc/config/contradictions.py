@@ -35,7 +35,7 @@ from megasdc.common.words import number_of
 from megasdc.config.data import data_problems
 from megasdc.config.deepspeed import deepspeed_problems, recompute_interval_of
 from megasdc.config.detection import TRAINING, SdcSection
-from megasdc.config.drop_compute import drop_problems
+from megasdc.config.drop_compute import BACKWARD_PASS, drop_problems, granularity_problems
 from megasdc.config.faults import (
     CLIPPED_GRAD,
     COLLECTIVE,
@@ -89,6 +89,7 @@ def find_problems(deepspeed: dict[str, Any], given: dict[str, Any], file: Megasd
     yield from user_hook_problems(file)
     yield from drop_problems(file.drop_compute, bool(file.data.blend))
     yield from _local_sgd_problems(file)
+    yield from granularity_problems(file.drop_compute, file.parallel.tensor, file.parallel.pipeline)
     yield from deepspeed_problems(deepspeed, given)
     yield from fault_problems(file, deepspeed)
     yield from delay_problems(file.delay)
@@ -655,6 +656,13 @@ def _other_sections(file: MegasdcSection) -> Iterator[Problem]:
             study,
             "megasdc.drop_compute.enabled",
             "true; each replica would drop different micro-batches; set it false, or replay decisions",
+        )
+    if file.drop_compute.enabled and file.drop_compute.granularity == BACKWARD_PASS:
+        yield _against(
+            study,
+            "megasdc.drop_compute.granularity",
+            f'"{BACKWARD_PASS}"; backward passes that end at different layers have no results to compare; set '
+            '"micro_batch"',
         )
     if file.delay:
         yield _against(study, "megasdc.delay", f"{len(file.delay)} entries; delays change no result; remove them")

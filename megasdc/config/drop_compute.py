@@ -12,6 +12,7 @@ from megasdc.config.fields import NonNegativeInt, PositiveInt, Problem, Section,
 
 AUTO, INFINITE = "auto", "inf"
 ELAPSED, PREDICTIVE = "elapsed", "predictive"
+MICRO_BATCH, BACKWARD_PASS = "micro_batch", "backward"
 PLANNED, COMPUTED = "planned", "computed"
 DEFER, DISCARD = "defer", "discard"
 EXTRA_STEPS, LARGER_BATCH, RESAMPLE = "extra_steps", "larger_batch", "resample"
@@ -47,7 +48,17 @@ class DropComputeSection(Section):
         "predictive: standard deviations above the mean that a micro-batch is expected to take.",
         needs=asks('drop_compute.rule="predictive"'),
     )
-    min_micro_batches: PositiveInt = setting(1, "Micro-batches that every replica starts in every step.")
+    granularity: Literal["micro_batch", "backward"] = setting(
+        "micro_batch",
+        "micro_batch: what was started is finished; backward: a backward pass that tau finds in progress ends between "
+        "two transformer layers, and each parameter is averaged over the micro-batches that reached it. backward "
+        'needs `gradients` "computed", one tensor rank and one stage.',
+    )
+    min_micro_batches: PositiveInt = setting(
+        1,
+        'Micro-batches that every replica starts in every step; with granularity "backward" the last of them need not '
+        "be whole.",
+    )
     max_drop_rate: Annotated[float, Field(ge=0, le=1)] = setting(
         0.1,
         "Largest drop rate: auto chooses no tau beyond it, and while the last `window_steps` steps are above it "
@@ -121,6 +132,42 @@ def drop_problems(drop: DropComputeSection, blends: bool) -> Iterator[Problem]:
     yield from _unread(drop)
 
 
+def granularity_problems(drop: DropComputeSection, tensor: int, pipeline: int) -> Iterator[Problem]:
+    """Yield what does not fit backward passes that end at the threshold.
+
+    Args:
+        tensor: number of tensor ranks.
+        pipeline: number of pipeline stages.
+    """
+    if not drop.enabled or drop.granularity != BACKWARD_PASS:
+        return
+    path, text = f"{_D}.granularity", f'got "{BACKWARD_PASS}"'
+    whole = f'or granularity "{MICRO_BATCH}".'
+    if tensor > 1:
+        yield Problem(
+            (path, "megasdc.parallel.tensor"),
+            f"{text} with {tensor} tensor ranks, whose backward passes exchange results within each layer, so that one "
+            f"that ends would leave the others waiting; set tensor 1, {whole}",
+        )
+    if pipeline > 1:
+        yield Problem(
+            (path, "megasdc.parallel.pipeline"),
+            f"{text} with {pipeline} stages, each of which waits for the gradient that one that ends would not send; "
+            f"set pipeline 1, {whole}",
+        )
+    if drop.gradients == PLANNED:
+        yield Problem(
+            (path, f"{_D}.gradients"),
+            f'{text} with gradients "{PLANNED}", by which the gradients of the first layers, reached by fewer '
+            f'micro-batches, would be smaller than those of the last; set "{COMPUTED}", {whole}',
+        )
+    if drop.compensation == LARGER_BATCH:
+        yield Problem(
+            (path, f"{_D}.compensation"),
+            f'{text} with "{LARGER_BATCH}", which plans for micro-batches that are whole; set "{EXTRA_STEPS}", {whole}',
+        )
+
+
 def _unread(drop: DropComputeSection) -> Iterator[Problem]:
     """An interval that is too short."""
     if drop.retune_interval and drop.retune_interval <= drop.window_steps:
@@ -152,6 +199,13 @@ def drop_layout_problems(drop: DropComputeSection, micro_batches: int, accumulat
             f"{_D}.min_micro_batches: got {drop.min_micro_batches}, but a replica's step has {micro_batches} "
             f"micro-batches; raise {accumulation_name}, or lower it."
         )
+    elif drop.enabled and drop.min_micro_batches == micro_batches and drop.granularity == BACKWARD_PASS:
+        if drop.threshold == AUTO and drop.replay_decisions is None:
+            yield (
+                f'{_D}.threshold: got "{AUTO}", which is chosen for whole micro-batches, but a replica\'s step has '
+                f"{micro_batches} and min_micro_batches is as many, so that none can be dropped; give seconds, or "
+                f"raise {accumulation_name}."
+            )
     elif drop.enabled and drop.min_micro_batches == micro_batches and drop.threshold != INFINITE:
         yield (
             f"{_D}.enabled: got true, but a replica's step has {micro_batches} micro-batches and min_micro_batches is "

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from megasdc.common.durable import LineFile, parse_json
 from megasdc.common.errors import ConfigError
+from megasdc.engine.partial_backward import GoesOn
 from megasdc.engine.step_times import StepRecord, StepTimes
 from megasdc.parallel.dims import ParallelDims
 from megasdc.parallel.groups import new_host_group
@@ -62,6 +63,7 @@ class ReplicaGate:
         decide: function that returns whether to start a micro-batch; called on the deciding rank only.
         time_left: function that returns the seconds in which a micro-batch may still be started.
         min_micro_batches: number of micro-batches that are always started, at least 1.
+        goes_on: function that returns whether a backward pass goes on; None: all do.
     """
 
     def __init__(
@@ -71,14 +73,16 @@ class ReplicaGate:
         decide: Decide,
         time_left: TimeLeft,
         min_micro_batches: int,
+        goes_on: GoesOn | None = None,
     ) -> None:
         self._dims = dims
         self._group = group
         self._decide = decide
         self._time_left = time_left
         self._min_micro_batches = min_micro_batches
+        self._goes_on = goes_on
         self.open = False
-        """Whether every micro-batch is started without a decision; the same on all ranks of the replica."""
+        """Whether all micro-batches are started, and whole, without a decision; the same on all ranks of a replica."""
         self.num_sent = 0
         """Number of messages that this rank has sent since the run started."""
         self._sent: list[tuple[Any, torch.Tensor]] = []
@@ -109,6 +113,14 @@ class ReplicaGate:
             self._send(self._peers, micro_batch, starts)
             return starts
         return self._receive(micro_batch)
+
+    def may_go_on(self, micro_batch: int, layers: int) -> bool:
+        """Whether a backward pass goes on after so many transformer layers; on a replica of one rank.
+
+        Only of the last micro-batch of a step it may not: of those that are always started, the last.
+        """
+        is_certain = self._goes_on is None or self._is_certain(micro_batch + 1)
+        return is_certain or self._goes_on(micro_batch, layers)  # type: ignore[misc]
 
     def announce(self, micro_batch: int, starts: bool) -> None:
         """Send the decision to the next stage; does not block."""
@@ -173,11 +185,26 @@ class ClockDecisions:
         """Whether the replica starts this micro-batch."""
         return self.time_left_s(micro_batch) > 0
 
-    def update(self, record: StepRecord) -> None:
-        """Update the expected duration with the times of a finished step."""
+    def goes_on(self, _micro_batch: int, _layers: int) -> bool:
+        """Whether tau has not passed, between two layers of a backward pass.
+
+        Sync: waits until the device has come to the place of the last call.
+        """
+        self._times.wait_for_layer()
+        return self._times.elapsed_s < self.tau_s
+
+    def update(self, record: StepRecord, *, is_whole: bool = True) -> None:
+        """Update the expected duration with the times of a finished step.
+
+        Args:
+            is_whole: whether the last backward pass was not ended.
+        """
         if self._sigmas is None:
             return
-        self._durations.extend(end - start for start, end in zip(record.start_s, record.end_s, strict=True))
+        durations = [end - start for start, end in zip(record.start_s, record.end_s, strict=True)]
+        self._durations.extend(durations if is_whole else durations[:-1])
+        if not self._durations:
+            return
         self._expected_s = expected_time_s(list(self._durations), self._sigmas)
 
 
@@ -196,10 +223,12 @@ class ReplayedDecisions:
     def __init__(self, replica: int) -> None:
         self._replica = replica
         self._completed = 0
+        self._layers: int | None = None
 
     def begin(self, step: StepDecisions) -> None:
         """Set the step that starts now."""
         self._completed = step.completed[self._replica]
+        self._layers = step.layers[self._replica] if step.layers else None
 
     def time_left_s(self, micro_batch: int) -> float:
         """Infinity if the other run started it, else 0."""
@@ -209,6 +238,10 @@ class ReplayedDecisions:
         """Whether the other run started it."""
         return micro_batch < self._completed
 
+    def goes_on(self, micro_batch: int, layers: int) -> bool:
+        """Whether the other run's backward pass came further."""
+        return micro_batch + 1 < self._completed or self._layers is None or layers < self._layers
+
 
 @dataclass(frozen=True)
 class StepDecisions:
@@ -217,15 +250,34 @@ class StepDecisions:
     Args:
         planned: number of micro-batches of each replica.
         completed: number of micro-batches that each replica completed, [replica].
+        layers: transformer layers that the last backward pass of each replica came through, [replica], None: it was
+            whole; empty: all were.
+        of_layers: transformer layers of the model; 0 where ``layers`` is empty.
     """
 
     planned: int
     completed: tuple[int, ...]
+    layers: tuple[int | None, ...] = ()
+    of_layers: int = 0
 
     @property
     def dropped(self) -> int:
         """Number of dropped micro-batches, over all replicas."""
         return self.planned * len(self.completed) - sum(self.completed)
+
+    @property
+    def ended(self) -> dict[int, int]:
+        """Transformer layers done by each replica whose last backward pass was ended."""
+        return {replica: layers for replica, layers in enumerate(self.layers) if layers is not None}
+
+    @property
+    def lost(self) -> float:
+        """Dropped micro-batches, with the shares of transformer layers that ended backward passes left out."""
+        return self.dropped + sum(1 - layers / self.of_layers for layers in self.ended.values())
+
+    def is_late(self, replica: int) -> bool:
+        """Whether a replica dropped micro-batches or ended a backward pass."""
+        return self.completed[replica] < self.planned or replica in self.ended
 
 
 class DecisionLog:
@@ -242,7 +294,10 @@ class DecisionLog:
 
     def add(self, step: int, decisions: StepDecisions) -> None:
         """Write the decisions of one step."""
-        self._write({"step": step, "planned": decisions.planned, "completed": list(decisions.completed)})
+        line = {"step": step, "planned": decisions.planned, "completed": list(decisions.completed)}
+        if decisions.ended:
+            line |= {"layers": list(decisions.layers), "of_layers": decisions.of_layers}
+        self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -294,7 +349,13 @@ def _step_of(line: dict[str, Any], data: int) -> StepDecisions:
     planned, completed = int(line["planned"]), tuple(int(count) for count in line["completed"])
     if len(completed) != data or not all(1 <= count <= planned for count in completed):
         raise ValueError("counts outside their range")
-    return StepDecisions(planned, completed)
+    if "layers" not in line:
+        return StepDecisions(planned, completed)
+    of_layers = int(line["of_layers"])
+    layers = tuple(None if count is None else int(count) for count in line["layers"])
+    if len(layers) != data or not all(count is None or 0 <= count <= of_layers for count in layers) or of_layers < 1:
+        raise ValueError("layers outside their range")
+    return StepDecisions(planned, completed, layers, of_layers)
 
 
 SLOW_SHARE = 0.9
@@ -332,9 +393,9 @@ class RecentSteps:
         self._steps.append(step)
 
     @property
-    def dropped(self) -> int:
-        """Number of micro-batches dropped in these steps, over all replicas."""
-        return sum(step.dropped for step in self._steps)
+    def dropped(self) -> float:
+        """Number of micro-batches lost in these steps, over all replicas; see ``StepDecisions.lost``."""
+        return sum(step.lost for step in self._steps)
 
     def exceeds(self, max_drop_rate: float, per_step: int) -> bool:
         """Whether more were dropped than the rate allows in a full window.
@@ -350,7 +411,7 @@ class RecentSteps:
         if len(self._steps) < self._length:
             return []
         replicas = range(len(self._steps[0].completed))
-        late = [sum(step.completed[replica] < step.planned for step in self._steps) for replica in replicas]
+        late = [sum(step.is_late(replica) for step in self._steps) for replica in replicas]
         median = statistics.median(late)
         if median > UNLUCKY_SHARE * self._length:
             return []
@@ -387,9 +448,16 @@ class TimeLog:
             }
         )
 
-    def add(self, step: int, planned: int, record: StepRecord, gc_s: float) -> None:
-        """Write the times of a step, with the micro-batches planned in it and the seconds of garbage collection."""
-        self._write({"step": step, "planned": planned, **asdict(record), "gc_s": gc_s})
+    def add(self, step: int, planned: int, record: StepRecord, gc_s: float, ended_after: int | None = None) -> None:
+        """Write the times of a step.
+
+        Args:
+            planned: micro-batches planned in it.
+            gc_s: seconds of garbage collection.
+            ended_after: transformer layers after which the last backward pass was ended; None: it is whole.
+        """
+        ended = {} if ended_after is None else {"layers": ended_after}
+        self._write({"step": step, "planned": planned, **asdict(record), "gc_s": gc_s, **ended})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")

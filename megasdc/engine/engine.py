@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megasdc.data.position import UnevenSplit
+from megasdc.engine.partial_backward import PartialBackward
 from megasdc.engine.schedules import (
     BubbleSchedule,
     GatedSchedule,
@@ -31,7 +32,15 @@ from megasdc.engine.schedules import (
     StageReplay,
 )
 from megasdc.model.randomness import DropoutStreams
-from megasdc.optim.zero1 import StepControl, accumulated_gradient, gradients_set_aside, loss_scale, scale_gradients
+from megasdc.optim.zero1 import (
+    StepControl,
+    accumulated_gradient,
+    complete_gradients,
+    gradients_set_aside,
+    loss_scale,
+    scale_each_gradient,
+    scale_gradients,
+)
 from megasdc.parallel.collectives import StepAgreement
 from megasdc.parallel.dims import ParallelDims
 
@@ -80,6 +89,9 @@ class TrainingEngine(PipelineEngine):
     Collective: all ranks of the world.
     """
 
+    loss: Any
+    """Loss of the last forward pass, on the last stage; DeepSpeed's."""
+
     def __init__(
         self,
         *,
@@ -112,8 +124,13 @@ class TrainingEngine(PipelineEngine):
             if getattr(parameter, "sequence_parallel", False) or getattr(parameter, "partial_over_tensor", False)
         ]
         self.shared_source: int | None = None
+        self.partial: PartialBackward | None = None
+        """Ends backward passes between layers, with one stage and one tensor rank; None: all are whole."""
         self.gradient_factor = torch.ones((), dtype=torch.float64)
-        """Factor applied to the mean of the replicas' gradients in this step, 0-d."""
+        """Factor applied to the mean of the replicas' gradients in this step, 0-d; see ``gradient_factor_of``."""
+        self._factors = torch.ones(1, dtype=torch.float64)
+        self._ended: dict[int, int] = {}
+        self._repeats = False
         self._running_step: int | None = None
         self._skipped_before = 0
         self._micro_batch_of_buffer: dict[int, int] = {}
@@ -172,6 +189,7 @@ class TrainingEngine(PipelineEngine):
             self.micro_batches = self.deal.count(step, self.dims.dp_rank)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         self._begin()
+        self._ended.clear()
         for hook in self.hooks:
             hook.before_micro_batches(self)
         self._running_step = step  # DeepSpeed increments global_steps before the last hooks of a step
@@ -240,7 +258,8 @@ class TrainingEngine(PipelineEngine):
         self.optimizer.zero_grad()
         self._begin()
         self.total_loss = None
-        self._run_micro_batches(self._completed)
+        with self._repeating():
+            self._run_micro_batches(self._completed)
 
     def recompute_micro_batch(self, micro_batch: int) -> None:
         """Recompute one micro-batch of this step for the hooks; gradients and losses are restored.
@@ -250,7 +269,7 @@ class TrainingEngine(PipelineEngine):
         Collective: all ranks of the replica, in ``Hook.after_micro_batches``, or in ``after_optimizer_step`` of
             a skipped step, whose parameters are unchanged.
         """
-        with self._set_aside():
+        with self._set_aside(), self._repeating():
             self._started = micro_batch
             self._run_micro_batches(1)
 
@@ -281,6 +300,15 @@ class TrainingEngine(PipelineEngine):
         self.total_loss, self._tokens, self._planned_tokens = kept
         self._started = self._completed
 
+    @contextmanager
+    def _repeating(self) -> Iterator[None]:
+        """Context in which backward passes end where they ended in the step."""
+        self._repeats = True
+        try:
+            yield
+        finally:
+            self._repeats = False
+
     @property
     def _called(self) -> Sequence[Any]:
         """The hooks that are called around passes."""
@@ -296,6 +324,11 @@ class TrainingEngine(PipelineEngine):
     def completed(self) -> int:
         """Micro-batches of this step that this replica has completed; valid from ``after_micro_batches`` on."""
         return self._completed
+
+    @property
+    def ended_after(self) -> int | None:
+        """Transformer layers after which the last backward pass of this step was ended; None: it is whole."""
+        return self._ended.get(self._completed - 1)
 
     @property
     def decides(self) -> bool:
@@ -395,7 +428,11 @@ class TrainingEngine(PipelineEngine):
             hook.before_forward(self, micro_batch)
         if self.replay is not None and self.replay.micro_batch == micro_batch:
             self.replay.keep_inputs(self, buffer_id)
-        super()._exec_forward_pass(buffer_id)
+        may_end: AbstractContextManager[None] = nullcontext()
+        if self.partial is not None and not self._stays_whole(micro_batch):
+            may_end = self.partial.forward()
+        with may_end:
+            super()._exec_forward_pass(buffer_id)
         if self.is_last_stage():
             mask = self.pipe_buffers["labels"][buffer_id][1]
             self._planned_tokens = mask.numel()
@@ -410,9 +447,33 @@ class TrainingEngine(PipelineEngine):
             hook.before_backward(self, micro_batch)
         if self.replay is not None and self.replay.micro_batch == micro_batch:
             self.replay.keep_gradient(self)
-        super()._exec_backward_pass(buffer_id)
+        if self.partial is None:
+            super()._exec_backward_pass(buffer_id)
+        else:
+            self._run_partial_backward(self.partial, micro_batch, buffer_id)
         for hook in self._called:
             hook.after_backward(self, micro_batch)
+
+    def _stays_whole(self, micro_batch: int) -> bool:
+        """Whether the micro-batch is compared with others, or repeated, by an audit: its backward pass is not ended."""
+        audited = micro_batch == 0 and (self.shared_source is not None or self.replay is not None)
+        return audited or self.is_replaying
+
+    def _run_partial_backward(self, partial: PartialBackward, micro_batch: int, buffer_id: int) -> None:
+        """A backward pass that may be ended; what follows one in DeepSpeed is done here, and its graph is freed."""
+        ended, run = self._ended.get(micro_batch), super()._exec_backward_pass
+
+        def goes_on(layers: int) -> bool:
+            return layers != ended if self._repeats else partial.goes_on(micro_batch, layers)
+
+        layers = partial.backward(lambda: run(buffer_id), goes_on)
+        if layers is None:
+            return
+        self._ended[micro_batch] = layers
+        self._backward_epilogue()
+        complete_gradients(self.optimizer)
+        self.loss = self.loss.detach()
+        self.pipe_buffers["outputs"][buffer_id] = self.pipe_buffers["outputs"][buffer_id].detach()
 
     def _run_replay_forward(self, buffer_id: int) -> None:
         assert self.replay is not None
@@ -463,9 +524,13 @@ class TrainingEngine(PipelineEngine):
             hook.before_reduction(self)
         super()._exec_reduce_grads()
         self._totals = self._reduce_totals(self.total_loss)
-        if self.masks_tokens or self.divides_by_used:
-            # DeepSpeed has divided by the planned number already
-            planned = float(self.gradient_accumulation_steps() * self.dims.data)
+        # DeepSpeed has divided by the planned number already
+        planned = float(self.gradient_accumulation_steps() * self.dims.data)
+        if self.partial is not None:
+            self._factors = planned / self._reduce_reached(self.partial.num_layers + 2)
+            self.gradient_factor = self._factors[0]
+            scale_each_gradient(self.optimizer, self.gradient_factor_of)
+        elif self.masks_tokens or self.divides_by_used:
             wanted = planned if self.divides_by_used else self._totals[2]
             self.gradient_factor = wanted / self._totals[1]
             scale_gradients(self.optimizer, self.gradient_factor)
@@ -491,6 +556,26 @@ class TrainingEngine(PipelineEngine):
     }
 
     # --- averages -----------------------------------------------------------------------------------------------
+
+    def gradient_factor_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Factor applied to the mean of the replicas' gradients of one parameter in this step, 0-d, fp64."""
+        return self.gradient_factor if self.partial is None else self._factors[self.partial.needs(parameter)]
+
+    def _reduce_reached(self, kinds: int) -> torch.Tensor:
+        """Tokens of backward passes that came through at least n layers, over all replicas, [kinds], n from 0.
+
+        The last number is of whole passes; infinite where there is none, so that what they alone reach stays 0. All are
+        divided by the planned tokens of a micro-batch.
+
+        Collective: the data group.
+        """
+        tokens = torch.stack(self._tokens)
+        whole = kinds - 1
+        through = torch.tensor([self._ended.get(one, whole) for one in range(len(tokens))], device=tokens.device)
+        reached = torch.stack([tokens[through >= needed].sum() for needed in range(kinds)])
+        if self.is_data_parallel:
+            dist.all_reduce(reached, group=self.mpu.get_data_parallel_group())
+        return torch.where(reached > 0, reached, math.inf)
 
     def _reduce_totals(self, loss_sum: torch.Tensor | None) -> torch.Tensor:
         """Totals of the step over all replicas: [sum of losses, used tokens, micro-batches], [3].

@@ -58,6 +58,7 @@ class StepTimes(Hook):
         self._ends: list[Any] = []
         self._spans: list[list[tuple[Any, Any]]] = []
         self._open: Any = None
+        self._layer: Any = None
         self._compute: Any = None
         self._stepped: Any = None
 
@@ -83,6 +84,16 @@ class StepTimes(Hook):
         """
         if self._on_device and 0 <= micro_batch < len(self._ends):
             self._ends[micro_batch].synchronize()
+
+    def wait_for_layer(self) -> None:
+        """Wait until the device has come to where this was last called in the step; the host is one layer ahead.
+
+        Sync: waits for the device.
+        """
+        if self._on_device:
+            before, self._layer = self._layer, self._mark()
+            if before is not None:
+                before.synchronize()
 
     def before_micro_batches(self, engine: TrainingEngine) -> None:
         """The step begins."""

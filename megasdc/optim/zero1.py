@@ -50,6 +50,17 @@ def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     return gradient
 
 
+def complete_gradients(optimizer: Any) -> None:
+    """Give zeros to parameters that have no accumulated gradient yet, so that all ranks reduce the same ones."""
+    for group, parameters in enumerate(grouped_parameters(optimizer)):
+        for place, parameter in enumerate(parameters):
+            if is_bf16_optimizer(optimizer):
+                parameter._hp_grad = optimizer.fp32_groups_gradients[group][place]
+                optimizer.fp32_groups_has_gradients[group][place] = True
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
 @contextmanager
 def gradients_set_aside(optimizer: Any) -> Iterator[None]:
     """Start with no accumulated gradients, and restore the previous ones at the end.
@@ -228,6 +239,25 @@ def scale_gradients(optimizer: Any, factor: Tensor) -> None:
     """
     for gradient in reduced_gradients(optimizer):
         gradient.mul_(factor.to(gradient.dtype))
+
+
+@torch.no_grad()
+def scale_each_gradient(optimizer: Any, factor_of: Callable[[Tensor], Tensor]) -> None:
+    """Multiply the reduced gradient of each parameter by a scalar of its own on the device.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO-1 optimizer, after the reduction.
+        factor_of: returns the factor of a parameter, 0-d, equal on all data-parallel ranks.
+
+    Sync: none.
+    """
+    for group, every in enumerate(grouped_parameters(optimizer)):
+        if is_bf16_optimizer(optimizer):
+            held, gradients = every, optimizer.fp32_groups_gradients[group]
+        else:
+            held, gradients = optimizer.params_in_partition[group], optimizer.averaged_gradients.get(group) or []
+        for parameter, gradient in zip(held, gradients, strict=False):  # zeros of alignment come last
+            gradient.mul_(factor_of(parameter).to(gradient.dtype))
 
 
 @torch.no_grad()

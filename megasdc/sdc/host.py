@@ -56,7 +56,6 @@ class StepEngine(Protocol):
         step_number: number of the running step, or of the next one; the first is 1.
         is_skipped: whether the optimizer has skipped the step.
         used_norm: norm by which this rank has clipped in the last step, loss scale included; None: by none.
-        gradient_factor: factor of the mean of the replicas' gradients, 0-d, fp64.
         communication_data_type: type in which gradients are sent, unless the optimizer has one of its own.
     """
 
@@ -65,7 +64,6 @@ class StepEngine(Protocol):
     device: torch.device
     data_parallel_group: Any
     lr_scheduler: Any
-    gradient_factor: Tensor
     communication_data_type: torch.dtype
 
     @property
@@ -78,6 +76,10 @@ class StepEngine(Protocol):
     def used_norm(self) -> Any: ...  # noqa: D102
 
     def fp16_enabled(self) -> bool: ...  # noqa: D102
+
+    def gradient_factor_of(self, parameter: Tensor) -> Tensor:
+        """Factor of the mean of the replicas' gradients of one parameter, 0-d, fp64."""
+        ...
 
 
 def find_comparable(host: Host, key: Mapping[str, Any]) -> set[Position]:

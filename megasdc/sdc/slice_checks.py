@@ -430,10 +430,19 @@ class SumCheck:
         sent_as = (self._engine if is_bf16_optimizer(optimizer) else optimizer).communication_data_type
         kinds = [reduced.dtype, parts[0].dtype, sent_as]
         coarsest = max(kinds, key=lambda kind: torch.finfo(kind).eps)
-        factor, converted = self._engine.gradient_factor.item() * self._times, sent_as != parts[0].dtype
+        factor, converted = self._factor(self._due) * self._times, sent_as != parts[0].dtype
         every = [one for part in parts for one in part.view(self._times, -1)]
         exact = mean_of(every, factor, coarsest, converted=converted)
         return _worst(self._due, reduced.double(), exact.values, exact.bounds)
+
+    def _factor(self, due: Slice) -> float | Tensor:
+        """Factor of the mean of the replicas' gradients: one, or [numel] where parameters have different ones."""
+        pieces = [(part.group, piece) for part in due.parts for piece in part.pieces]
+        factors = [self._engine.gradient_factor_of(self._slices.parameter_of(*one)).item() for one in pieces]
+        if len(set(factors)) == 1:
+            return factors[0]
+        counts = torch.tensor([piece.numel for _, piece in pieces])
+        return torch.tensor(factors, dtype=torch.float64).repeat_interleave(counts).to(self._engine.device)
 
     def _copied(self) -> Iterator[tuple[int, Tensor]]:
         """Global ranks of the owners after this one, each with this rank's copy of its slice, where it has any."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import math
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 from megasdc.common.errors import ConfigError
 from megasdc.config.drop_compute import (
     AUTO,
+    BACKWARD_PASS,
     COMPUTED,
     DISCARD,
     EXTRA_STEPS,
@@ -47,6 +49,7 @@ from megasdc.dropcompute.tuning import (
 )
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
+from megasdc.engine.partial_backward import PartialBackward
 from megasdc.engine.step_times import StepTimes
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.parallel.collectives import Field, gather_objects
@@ -84,14 +87,18 @@ class DropReport:
             return f"the decisions of {section.replay_decisions} are replayed"
         tau = f"chosen after {section.window_steps} measured steps" if tau_s is None else f"{tau_s:g} s"
         after = f", not in the first {section.warmup_steps} steps" if section.warmup_steps else ""
+        if section.granularity == BACKWARD_PASS:
+            after = f", backward passes end at it{after}"
         return f"threshold {tau}, rule {section.rule}, samples {section.samples}, gradients {section.gradients}{after}"
 
     def step(self, decisions: StepDecisions) -> None:
         """Report a finished step."""
-        if not (decisions.dropped and self._speaks):
+        if not (decisions.lost and self._speaks):
             return
         planned = decisions.planned
         late = {str(replica): done for replica, done in enumerate(decisions.completed) if done < planned}
+        ended = {str(replica): done for replica, done in decisions.ended.items()}
+        layers: dict[str, Any] = {"layers": ended} if ended else {}
         self._run.events.emit(
             EVENT_KIND,
             "micro_batches",
@@ -99,9 +106,10 @@ class DropReport:
             planned=planned,
             dropped=decisions.dropped,
             completed=late,
+            **layers,
         )
 
-    def limit(self, dropped: int, limited: bool) -> None:
+    def limit(self, dropped: float, limited: bool) -> None:
         """Report that the largest drop rate was exceeded, or is kept again."""
         if not self._speaks:
             return
@@ -210,17 +218,58 @@ class DropReport:
         """Whether totals are to be reported after this step."""
         return self._run.step % self._interval == 0 or self._run.is_last_step
 
-    def totals(self, dropped: int, since: tuple[int, int], rate: float, tau_s: float) -> None:
-        """Report micro-batches dropped since the run began; ``since``: dropped and planned since the last report."""
+    def totals(self, dropped: int, since: tuple[float, int], rate: float, tau_s: float, ended: int | None) -> None:
+        """Report totals.
+
+        Args:
+            dropped: micro-batches dropped since the run began.
+            since: micro-batches lost and planned since the last report.
+            rate: share of all planned micro-batches that were dropped.
+            ended: backward passes ended since the run began; None: none can be.
+        """
         share = since[0] / since[1] if since[1] else 0.0
         if self._writer is not None:
             values: dict[str, float | int] = {"drops/micro_batches": dropped, "drops/rate": share}
+            if ended is not None:
+                values["drops/ended_passes"] = ended
             if not math.isinf(tau_s):
                 values["drops/threshold_s"] = tau_s
             self._writer.write(self._run.step, values)
         if since[0] and self._speaks:
-            left_out = f"{since[0]} micro-batches dropped, {100 * share:.2f} %"
+            left_out = f"{since[0]:.10g} micro-batches dropped, {100 * share:.2f} %"
             logger.info("step %d | %s%s", self._run.step, left_out, self._length(rate))
+
+
+WHOLE = -1.0
+"""Number of layers that stands for a whole backward pass."""
+
+
+@dataclass
+class EndedPasses:
+    """Counts backward passes that were ended.
+
+    Args:
+        ended: number of them since the run began, over all replicas.
+        untold: shares of transformer layers that they left out since the last report, summed.
+    """
+
+    ended: int = 0
+    untold: float = 0.0
+
+    def count(self, step: StepDecisions) -> None:
+        """Count a step."""
+        self.ended += len(step.ended)
+        self.untold += step.lost - step.dropped
+
+    def pop_untold(self) -> float:
+        """The shares left out since the last call."""
+        untold, self.untold = self.untold, 0.0
+        return untold
+
+    @property
+    def state(self) -> list[float]:
+        """Its arguments."""
+        return [self.ended, self.untold]
 
 
 class DropCompute(Hook):
@@ -260,6 +309,7 @@ class DropCompute(Hook):
         self._window: TimeWindow | None = None
         self._totals = [0, 0]
         self._told = [0, 0]
+        self._passes = EndedPasses()
         self._recent = RecentSteps(section.window_steps)
         self._limited = False
         self._first_step = run.step + 1
@@ -269,16 +319,23 @@ class DropCompute(Hook):
         self._completed = Field(
             lambda: engine.completed if engine.decides else None, places=dims.data, place=dims.dp_rank
         )
-        self.fields = (self._completed,)
+        self._ended = Field(
+            lambda: engine.ended_after if engine.decides else None, default=WHOLE, places=dims.data, place=dims.dp_rank
+        )
+        self.fields = (self._completed, self._ended) if section.granularity == BACKWARD_PASS else (self._completed,)
         self._group = new_replica_group(dims)
         self.times = StepTimes(engine.device)
         self._clock = ClockDecisions(self.times, section.device_lag, _sigmas(section))
         self._replayed = self._read_replayed()
         self._replay = ReplayedDecisions(dims.dp_rank)
         decisions: ClockDecisions | ReplayedDecisions = self._clock if self._replayed is None else self._replay
-        self.gate = ReplicaGate(dims, self._group, decisions.decide, decisions.time_left_s, section.min_micro_batches)
+        self.gate = ReplicaGate(
+            dims, self._group, decisions.decide, decisions.time_left_s, section.min_micro_batches, decisions.goes_on
+        )
         self._garbage = CollectionTimer()
         engine.gate = self.gate
+        if section.granularity == BACKWARD_PASS:
+            engine.partial = PartialBackward(engine.module, self.gate.may_go_on)
         engine.divides_by_used = section.gradients == COMPUTED
 
     def _read_replayed(self) -> dict[int, StepDecisions] | None:
@@ -329,7 +386,17 @@ class DropCompute(Hook):
                 f"megasdc.drop_compute.replay_decisions: {self._section.replay_decisions} has no decisions of step "
                 f"{step}, this run has {self._run.steps} steps; use the log of a run that is as long."
             )
-        return self._replayed[step]
+        replayed, partial = self._replayed[step], self._run.engine.partial
+        layers = 0 if partial is None else partial.num_layers
+        if replayed.ended and replayed.of_layers != layers:
+            of_run = (
+                f"a model of {layers} layers; use another" if layers else 'granularity "micro_batch"; set "backward"'
+            )
+            raise ConfigError(
+                f"megasdc.drop_compute.replay_decisions: {self._section.replay_decisions} has backward passes that "
+                f"ended in a model of {replayed.of_layers} layers, in step {step}, this run has {of_run}."
+            )
+        return replayed
 
     def before_step(self, run: Run) -> None:
         """Decide whether this step may drop micro-batches.
@@ -379,11 +446,11 @@ class DropCompute(Hook):
         """Count, log, skip dropped samples, check the drop rate, and choose the threshold when the window is full."""
         self.gate.finish()
         engine, section = run.engine, self._section
-        step = StepDecisions(engine.micro_batches, tuple(int(count) for count in self._completed.values))
+        step, ended_after = self._decided(run), engine.ended_after
         record, gc_s = self.times.pop_record(), self._garbage.pop_seconds()
-        self._clock.update(record)
+        self._clock.update(record, is_whole=ended_after is None)
         if self._time_log is not None:
-            self._time_log.add(run.step, step.planned, record, gc_s)
+            self._time_log.add(run.step, step.planned, record, gc_s, ended_after)
         if self._log is not None:
             self._log.add(run.step, step)
         if section.samples == DISCARD and engine.completed < step.planned:
@@ -400,7 +467,28 @@ class DropCompute(Hook):
         if self._report.is_due():
             self._report_totals()
 
+    def _decided(self, run: Run) -> StepDecisions:
+        """The decisions of the finished step.
+
+        Raises:
+            ConfigError: they are not those to replay.
+        """
+        engine, partial = run.engine, run.engine.partial
+        completed = tuple(int(count) for count in self._completed.values)
+        if partial is None:
+            return StepDecisions(engine.micro_batches, completed)
+        layers = tuple(None if one == WHOLE else int(one) for one in self._ended.values)
+        step = StepDecisions(engine.micro_batches, completed, layers, partial.num_layers)
+        if self._replayed is not None and step.ended != (wanted := self._replayed[run.step].ended):
+            raise ConfigError(
+                f"megasdc.drop_compute.replay_decisions: in step {run.step} backward passes of replicas ended after "
+                f"{step.ended} layers, in {self._section.replay_decisions} after {wanted}; repeat the run with its "
+                "pipeline.activation_checkpoint_interval and its audits."
+            )
+        return step
+
     def _count(self, run: Run, step: StepDecisions) -> None:
+        self._passes.count(step)
         self._totals[0] += step.dropped
         self._totals[1] += step.planned * len(step.completed)
         self._balance.count(step.completed)
@@ -453,14 +541,16 @@ class DropCompute(Hook):
 
     def _report_totals(self) -> None:
         dropped, planned = self._totals
-        since = dropped - self._told[0], planned - self._told[1]
+        since = dropped - self._told[0] + self._passes.pop_untold(), planned - self._told[1]
         self._told = [dropped, planned]
-        self._report.totals(dropped, since, dropped / planned, self._tau_s)
+        ended = self._passes.ended if self._section.granularity == BACKWARD_PASS else None
+        self._report.totals(dropped, since, dropped / planned, self._tau_s, ended)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Threshold and counts."""
+        ended = {"ended": self._passes.state} if self._section.granularity == BACKWARD_PASS else {}
         return {
             "tau_s": None if math.isinf(self._tau_s) else self._tau_s,
             "tuned_at": self._tuned_at,
@@ -470,11 +560,13 @@ class DropCompute(Hook):
             "micro_batches": self._run.engine.micro_batches,
             "totals": self._totals,
             "told": self._told,
+            **ended,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state_dict``; a threshold given in the configuration takes precedence, unless it was lowered."""
         self._totals, self._told = list(state["totals"]), list(state["told"])
+        self._passes = EndedPasses(*state.get("ended", ()))
         section = self._section
         if section.threshold == AUTO or (section.compensation == LARGER_BATCH and state["tuned_at"] is not None):
             self._tau_s = math.inf if state["tau_s"] is None else state["tau_s"]
@@ -485,7 +577,10 @@ class DropCompute(Hook):
             self._run.engine.micro_batches = state["micro_batches"]
 
     def close(self) -> None:
-        """Close the logs."""
+        """Close the logs, and remove the hooks of backward passes."""
+        if (partial := self._run.engine.partial) is not None:
+            partial.close()
+            self._run.engine.partial = None
         for log in (self._log, self._time_log):
             if log is not None:
                 log.close()

@@ -114,3 +114,24 @@ def test_a_sample_of_faults_in_local_sgd(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
     assert [one["kind"] for one in found["faults"]] == ["NaN", "spike"] and found["clean"] == 4
+
+
+def test_a_sample_of_partial_backward_passes(tmp_path: Path) -> None:
+    """Losses are of the runs, one micro-batch is never dropped whole, and gradients reach the last layers first."""
+    out = tmp_path / "partial.json"
+    small = ["--steps", "4", "--seeds", "1", "--micro-batches", "1", "--late", "0.5", "--gradient-steps", "6"]
+    small += ["--replicas", "2", "--eval-samples", "4", "--hidden", "32", "--layers", "2", "--sequence", "16"]
+    done = CliRunner().invoke(app, ["drop-partial", *small, "--out", str(out)])
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = json.loads(out.read_text())
+    rows = {(row["micro_batches"], row["kind"]): row for row in found["rows"]}
+    assert list(rows) == [(1, kind) for kind in ("none", "micro_batch", "backward")]
+    none, whole, ended = (rows[1, kind] for kind in ("none", "micro_batch", "backward"))
+    assert whole["lost"] == 0 and whole["loss"] == none["loss"] != ended["loss"]
+    assert 0 < ended["lost"] < 0.5 and ended["time"] < 1 == whole["time"]
+    gradients = next(run["gradients"] for run in found["runs"] if run["kind"] == "gradients")
+    assert [part["layer"] for part in gradients["backward"]] == ["embedding", "layer 1", "layer 2", "final norm"]
+    for part in gradients["micro_batch"]:
+        assert part["size"] == pytest.approx(1, abs=1e-9) and part["error"] == 0
+    last = gradients["backward"][-1]
+    assert last["size"] == pytest.approx(1, abs=1e-6) and last["error"] < 1e-6, "every pass reaches the final norm"

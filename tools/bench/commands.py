@@ -37,6 +37,7 @@ from tools.bench.detection.options import (
 )
 from tools.bench.drops.options import (
     DropCostOptions,
+    DropPartialOptions,
     DropSpeedupOptions,
     DropTrainOptions,
     LocalFaultOptions,
@@ -312,6 +313,14 @@ benchmark("drop-speedup", "drops.speedup:bench_drop_speedup", "--drop-rates 0.05
 
 benchmark(
     "drop-training", "drops.training:bench_drop_training", "--log runs.jsonl --out loss.json", DropTrainOptions, log=Log
+)
+
+benchmark(
+    "drop-partial",
+    "drops.partial:bench_drop_partial",
+    "--log runs.jsonl --out partial.json",
+    DropPartialOptions,
+    log=Log,
 )
 
 benchmark(

@@ -102,7 +102,7 @@ class TimesReport:
     @property
     def steps_with_drops(self) -> int:
         """Steps in which a replica dropped micro-batches; their times are shorter by that."""
-        return int((self.times.completed < self.times.planned).any(axis=0).sum())
+        return int((~self.times.is_whole).any(axis=0).sum())
 
     @property
     def advice(self) -> str:

@@ -125,7 +125,7 @@ def search_run(
     """
     if not 0 <= max_drop_rate <= 1:
         raise ValueError(f"max_drop_rate is {max_drop_rate}, needed 0 to 1")
-    whole = (times.completed == times.planned).all(axis=0)
+    whole: NDArray[np.bool_] = np.asarray(times.is_whole.all(axis=0))
     if not whole.any():
         raise DataError(
             f"{times.run}: in all {len(times.steps)} recorded steps from {times.steps[0]} to {times.steps[-1]} "

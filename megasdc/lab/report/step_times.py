@@ -45,6 +45,7 @@ class StepTimesOfRun:
         gc_s: duration of garbage collection in the step, likewise.
         hosts: names, [replica][stage].
         notes: what was ignored, a sentence each.
+        ended: whether the replica's last backward pass was ended, [replica, step].
     """
 
     run: Path
@@ -58,6 +59,12 @@ class StepTimesOfRun:
     gc_s: NDArray[np.float64]
     hosts: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
+    ended: NDArray[np.bool_]
+
+    @property
+    def is_whole(self) -> NDArray[np.bool_]:
+        """Whether a replica completed all micro-batches as planned, with whole backward passes, [replica, step]."""
+        return (self.completed == self.planned) & ~self.ended
 
     @property
     def completed(self) -> NDArray[np.int64]:
@@ -78,6 +85,7 @@ class StepTimesOfRun:
         width = int(self.planned[chosen].max())
         cut = {name: getattr(self, name)[:, :, chosen, :width] for name in _LISTS}
         cut |= {name: getattr(self, name)[:, :, chosen] for name in _NUMBERS}
+        cut["ended"] = self.ended[:, chosen]
         kept = self.notes if chosen.all() else (*self.notes, *notes)
         return replace(self, steps=self.steps[chosen], planned=self.planned[chosen], notes=kept, **cut)
 
@@ -245,16 +253,20 @@ def _as_arrays(run: Path, files: dict[tuple[int, int], _File], notes: list[str])
     shape = (replicas, stages, len(steps))
     lists = {name: np.full((*shape, max(planned)), np.nan) for name in _LISTS}
     numbers = {name: np.empty(shape) for name in _NUMBERS}
+    ended = np.zeros((replicas, len(steps)), dtype=bool)
     for (replica, stage), file in files.items():
         for place, step in enumerate(steps):
             row = file.rows[step]
+            ended[replica, place] |= row.get("layers") is not None
             _check_agreement(file, row, files[replica, 0].rows[step], planned[place])
             for name in _LISTS:
                 lists[name][replica, stage, place, : len(row[name])] = row[name]
             for name in _NUMBERS:
                 numbers[name][replica, stage, place] = row[name]
     hosts = tuple(tuple(str(files[r, s].layout.get("host")) for s in range(stages)) for r in range(replicas))
-    return StepTimesOfRun(run, np.array(steps), np.array(planned), **lists, **numbers, hosts=hosts, notes=tuple(notes))
+    return StepTimesOfRun(
+        run, np.array(steps), np.array(planned), **lists, **numbers, hosts=hosts, notes=tuple(notes), ended=ended
+    )
 
 
 def _check_agreement(file: _File, row: dict[str, Any], first_stage: dict[str, Any], planned: int) -> None:

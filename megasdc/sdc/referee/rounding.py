@@ -364,7 +364,7 @@ def _finite(values: Tensor, bounds: Tensor, sizes: Tensor, count: int, kind: tor
     return Exact(values, torch.where(sizes + values.abs() + bounds < largest, bounds, torch.inf))
 
 
-def mean_of(parts: Sequence[Tensor], factor: float, kind: torch.dtype, *, converted: bool = False) -> Exact:
+def mean_of(parts: Sequence[Tensor], factor: float | Tensor, kind: torch.dtype, *, converted: bool = False) -> Exact:
     """The mean of the replicas' gradients, times a factor.
 
     A reduction adds N parts in any order, N - 1 roundings for each at most; it divides before or after, by a factor
@@ -373,15 +373,17 @@ def mean_of(parts: Sequence[Tensor], factor: float, kind: torch.dtype, *, conver
 
     Args:
         parts: gradient of each replica, [n].
+        factor: of all elements, or of each, [n].
         kind: the coarsest type on the way.
         converted: whether parts are sent in another type than theirs: one more rounding of each.
     """
     count = len(parts)
     stacked = torch.stack([one.double() for one in parts])
     exact = count & (count - 1) == 0
-    roundings = count - 1 + (0 if exact else 2) + (0 if factor == 1.0 else 2) + int(converted)
+    roundings = count - 1 + (0 if exact else 2) + (0 if not isinstance(factor, Tensor) and factor == 1.0 else 2)
+    roundings += int(converted)
     values = stacked.sum(0) * (factor / count)
-    sizes = stacked.abs().sum(0) * (abs(factor) / count)
+    sizes = stacked.abs().sum(0) * ((factor.abs() if isinstance(factor, Tensor) else abs(factor)) / count)
     tiny = torch.finfo(kind).tiny
     bounds = (gamma(roundings, kind) + gamma(4 * count, torch.float64)) * sizes + 2 * count * tiny
     return Exact(values, torch.where(sizes < torch.finfo(kind).max / (2 * count), bounds, torch.inf))

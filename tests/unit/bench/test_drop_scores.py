@@ -16,7 +16,8 @@ from megasdc.lab.planning.environment import DelayEnvironment
 from megasdc.parallel.dims import ParallelDims
 from tools.bench.campaign import CampaignLog
 from tools.bench.drops.cost import BAR, LayoutCost, StepCost, TimedGate
-from tools.bench.drops.options import DropSpeedupOptions, DropTrainOptions, Segment, Setting
+from tools.bench.drops.options import DropPartialOptions, DropSpeedupOptions, DropTrainOptions, Segment, Setting
+from tools.bench.drops.partial import BACKWARD_PASS, MICRO_BATCH, NONE, decide
 from tools.bench.drops.speedup_scores import choose_thresholds, compare, recorded_steps, sleep_share
 from tools.bench.drops.training import DropTrainResult
 from tools.bench.drops.training_scores import DropRun
@@ -201,3 +202,19 @@ def test_options_out_of_range_are_refused() -> None:
         DropSpeedupOptions(mean_s=0.0, drop_rates=(1.5,))
     with pytest.raises(ConfigError, match=r"(?s)--evaluations.*--seeds|--seeds.*--evaluations"):
         DropTrainOptions(steps=10, evaluations=3, seeds=0)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_partial_passes_of_a_simulated_job(tmp_path: Path, micro_batches: int) -> None:
+    """The share that is late is as asked; the log has what was drawn; steps are shorter the more may be cut."""
+    options = DropPartialOptions(steps=40, counts=(micro_batches,), gradient_steps=1, replicas=8, late=0.25)
+    none, whole, ended = (decide(options, micro_batches, 3, kind) for kind in (NONE, MICRO_BATCH, BACKWARD_PASS))
+    assert none.lost == 0 and (none.completed == micro_batches).all() and (none.layers < 0).all()
+    assert (ended.completed == whole.completed).all() and (whole.layers < 0).all()
+    late = (ended.layers >= 0) | (ended.completed < micro_batches)
+    assert late.mean() == pytest.approx(0.25, abs=1 / late.size)
+    assert ended.lost > whole.lost and ended.step_s < whole.step_s <= none.step_s
+    assert ((ended.layers == -1) | ((ended.layers >= 0) & (ended.layers <= options.gpt.layers))).all()
+    ended.write(tmp_path / "d.jsonl", micro_batches, options.gpt.layers)
+    read = read_decisions(tmp_path / "d.jsonl", 2, micro_batches)
+    assert [read[step].ended.get(1, -1) for step in read] == ended.layers[:, 1].tolist()

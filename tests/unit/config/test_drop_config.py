@@ -17,6 +17,7 @@ BASE: dict[str, Any] = {
     "megasdc": {"data": {"path": "x"}, "protect": "off", "training": {"steps": 100}, "logging": {"run_dir": "r"}},
 }
 LOSING = {"samples": "discard", "compensation": "extra_steps"}
+ENDING = {"granularity": "backward", "gradients": "computed"}
 BLEND = [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 1.0}]
 
 
@@ -57,6 +58,22 @@ def problem(drop: dict[str, Any], **sections: Any) -> str:
             {},
             ["retune_interval: got 500", 'threshold to "auto", or remove it'],
         ),
+        (
+            ENDING,
+            {"parallel": {"tensor": 2}},
+            ["granularity: got", '"backward" with 2 tensor ranks', "set tensor 1", 'granularity "micro_batch"'],
+        ),
+        (ENDING, {"parallel": {"pipeline": 2}}, ["granularity: got", '"backward" with 2 stages', "set pipeline 1"]),
+        (
+            {"granularity": "backward"},
+            {},
+            ["granularity: got", '"backward" with gradients "planned"', 'set "computed"'],
+        ),
+        (
+            {**ENDING, **LOSING, "compensation": "larger_batch"},
+            {},
+            ["granularity: got", '"backward" with "larger_batch"', 'set "extra_steps"'],
+        ),
         ({"retune_interval": 45}, {}, ["retune_interval: got 45", "more than window_steps 45"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) and value else "",
@@ -78,6 +95,7 @@ def test_what_contradicts_itself(drop: dict[str, Any], sections: dict[str, Any],
         ({"max_drop_rate": 1.5}, ["max_drop_rate", "1.5"]),
         ({"window_steps": 0}, ["window_steps", "0"]),
         ({"samples": "keep"}, ["samples", "keep", "defer"]),
+        ({"granularity": "layer"}, ["granularity", "layer", "backward"]),
         ({"gradients": "mean"}, ["gradients", "mean", "computed"]),
         ({"compensation": "more"}, ["compensation", "more", "larger_batch"]),
         ({"replay_decisions": ""}, ["replay_decisions"]),
@@ -101,6 +119,8 @@ def test_values_outside_their_range(drop: dict[str, Any], parts: list[str]) -> N
         {"samples": "discard", "compensation": "resample"},
         {"rule": "predictive", "sigmas": 0.0},
         {"retune_interval": 46},
+        ENDING,
+        {**ENDING, **LOSING},
         {"sigmas": 1.0, "max_drop_rate": 0.0},
     ],
     ids=str,
@@ -144,3 +164,11 @@ def test_a_run_that_ends_before_its_threshold_is_chosen() -> None:
         ({**measuring, "enabled": False}, False),
     ):
         assert any(told in text for text in find_warnings(build(drop))) is warns, drop
+
+
+def test_one_micro_batch_a_step_may_end_in_its_backward_pass() -> None:
+    """With seconds, or decisions to replay; a threshold that is chosen needs micro-batches that can be dropped."""
+    for drop in ({"threshold": 1.0}, {"replay_decisions": "d.jsonl"}, {"min_micro_batches": 3}):
+        check_layout(build({**ENDING, **drop}), 2 if "min_micro_batches" in drop else 8)
+    with pytest.raises(ConfigError, match=r'drop_compute.threshold: got "auto", .* step has 1 .*; give seconds'):
+        check_layout(build(ENDING), 8)

@@ -12,6 +12,7 @@ from megasdc.config.checks import check_layout, replica_config
 from megasdc.config.load import RunConfig, parse_config
 
 FREE: dict[str, Any] = {"mode": "free_run", "replicas": 2}
+ENDING = {"granularity": "backward", "gradients": "computed"}
 
 
 def config_of(study: dict[str, Any], **sections: Any) -> RunConfig:
@@ -56,6 +57,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (FREE, {"determinism": {"enabled": False}}, "with megasdc.determinism.enabled false"),
     (FREE, {"training": {"eval_interval": 0}}, "with megasdc.training.eval_interval 0"),
     (FREE, {"drop_compute": {"enabled": True}}, "with megasdc.drop_compute.enabled true"),
+    (
+        FREE,
+        {"drop_compute": {"enabled": True, "replay_decisions": "d", **ENDING}},
+        'with megasdc.drop_compute.granularity "backward"; backward passes that end at different layers',
+    ),
     (FREE, {"checkpoint": {"keep_last": 1}}, "with megasdc.checkpoint.keep_last 1"),
     (SYNC, {"sdc": {"always_on": {"enabled": True}}}, "with megasdc.sdc.always_on.enabled true; micro-batches that"),
     (

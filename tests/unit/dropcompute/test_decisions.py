@@ -16,6 +16,7 @@ from megasdc.dropcompute.gate import (
     DECISIONS_FILE,
     ClockDecisions,
     DecisionLog,
+    RecentSteps,
     ReplayedDecisions,
     StepDecisions,
     read_decisions,
@@ -109,6 +110,41 @@ def test_replayed_decisions_are_those_of_the_replica() -> None:
         ]
 
 
+def test_replayed_backward_passes_end_where_the_log_says() -> None:
+    """Only the last one of a replica does, and another's is whole; without layers in the log all are."""
+    step = StepDecisions(4, (3, 1), (2, None), 4)
+    first, second, whole = (ReplayedDecisions(replica) for replica in (0, 1, 0))
+    first.begin(step)
+    second.begin(step)
+    whole.begin(StepDecisions(4, (3, 1)))
+    assert [[first.goes_on(number, layers) for layers in range(5)] for number in (0, 1)] == [[True] * 5] * 2
+    assert [first.goes_on(2, layers) for layers in range(5)] == [True, True, False, False, False]
+    assert all(one.goes_on(number, 4) for one, number in ((second, 0), (whole, 2)))
+
+
+def test_a_backward_pass_goes_on_before_tau() -> None:
+    """The clock decides between layers; what it took then is not expected of a micro-batch."""
+    clock, decisions = decisions_of(sigmas=0.0)
+    decisions.tau_s = 2.0
+    clock.now = 101.9
+    assert decisions.goes_on(0, 1)
+    clock.now = 102.1
+    assert not decisions.goes_on(0, 2)
+    decisions.update(record_of(1.0, 1.5, 0.1), is_whole=False)
+    decisions._times.before_micro_batches(None)  # type: ignore[arg-type]
+    assert decisions.time_left_s(1) == pytest.approx(2.0 - 1.25)
+
+
+def test_what_ended_backward_passes_lose() -> None:
+    """A pass that is not whole counts by the layers that it left out, and its replica is late."""
+    step = StepDecisions(4, (3, 4, 4), (None, 1, None), 4)
+    assert step.dropped == 1 and step.lost == 1.75 and step.ended == {1: 1}
+    assert [step.is_late(replica) for replica in range(3)] == [True, True, False]
+    recent = RecentSteps(2)
+    recent.add(step)
+    assert recent.exceeds(0.07, 12) and not recent.exceeds(0.073, 12)
+
+
 # --- the log ----------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +166,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         2: StepDecisions(4, (3, 1)),
         3: StepDecisions(6, (5, 6)),
     }
+
+
+def test_ended_backward_passes_are_read_as_written(tmp_path: Path) -> None:
+    """A line has layers where a pass was ended, and is as ever where none was."""
+    log = DecisionLog(tmp_path, 0, 2, 4)
+    log.add(1, StepDecisions(4, (3, 4), (None, 2), 4))
+    log.add(2, StepDecisions(4, (3, 4), (None, None), 4))
+    log.close()
+    path = tmp_path / DECISIONS_FILE
+    assert read_decisions(path, 2, 4) == {1: StepDecisions(4, (3, 4), (None, 2), 4), 2: StepDecisions(4, (3, 4))}
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 2, "planned": 4, "completed": [3, 4]}
 
 
 def test_a_restart_takes_back_what_came_after_its_checkpoint(tmp_path: Path) -> None:
@@ -167,6 +214,9 @@ WRONG: list[Any] = [
     {"step": 2, "planned": 4, "completed": [4, 5]},
     {"step": 2, "planned": 4, "completed": [0, 4]},
     {"step": "two", "planned": 4, "completed": [4, 4]},
+    {"step": 2, "planned": 4, "completed": [4, 4], "layers": [1, None]},
+    {"step": 2, "planned": 4, "completed": [4, 4], "layers": [1], "of_layers": 2},
+    {"step": 2, "planned": 4, "completed": [4, 4], "layers": [3, None], "of_layers": 2},
     {"start": {"step": 2}},
     {"start": 2},
 ]

@@ -7,8 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.config.drop_compute import DEFER, DISCARD, EXTRA_STEPS, LARGER_BATCH, PREDICTIVE, RESAMPLE
-from tools.bench.options import Options, numbers, option, parse_layouts, parsed
+from megasdc.config.drop_compute import (
+    BACKWARD_PASS,
+    DEFER,
+    DISCARD,
+    EXTRA_STEPS,
+    LARGER_BATCH,
+    MICRO_BATCH,
+    PREDICTIVE,
+    RESAMPLE,
+)
+from tools.bench.options import Options, numbers, option, parse_layouts, parse_numbers, parsed
 from tools.bench.small.gpt import SmallGpt, small_config
 
 REPLICAS = 2
@@ -292,3 +301,69 @@ class LocalFaultOptions(Options):
     step_s: float = option(0.1, "Seconds of a step in runs with a lost replica, in which it is started again.", min=0.0)
     deadline_s: float = option(3.0, "Seconds for which a round with a late replica waits.", "--deadline", min=0.1)
     gpt: SmallGpt = LocalGpt(micro_batches=1)
+
+
+@dataclass(frozen=True)
+class PartialGpt(LossGpt):
+    """The model of the campaign on partial backward passes."""
+
+    layers: int = option(4, "Transformer layers.")
+    micro_batches: int = 12
+
+
+NONE, GRADIENTS = "none", "gradients"
+PARTIAL_KINDS = (NONE, MICRO_BATCH, BACKWARD_PASS)
+"""What runs drop in the campaign on partial backward passes."""
+
+
+def _parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(round(one) for one in parse_numbers("--micro-batches", text, "1,2,4,12"))
+
+
+@dataclass(frozen=True)
+class DropPartialOptions(Options):
+    """Train a small GPT with backward passes that end at the threshold, against whole micro-batches, at several M.
+
+    Which replicas are late, and how far they have come, is simulated for many and repeated by two that train; both
+    granularities have one threshold. Prints what is lost, the time of a step, the final loss, and for each layer the
+    mean gradient, at the first weights, against that of steps with nothing dropped. It only measures; there is no bar.
+
+    Args:
+        learning_rate: largest one of the schedule.
+        counts: micro-batches M of a replica's step.
+    """
+
+    steps: int = option(240, "Optimizer steps of a run.", least=1)
+    seeds: int = option(3, "Runs of each setting; a seed is of weights and delays.", least=1)
+    counts: tuple[int, ...] = option(
+        (1, 2, 4, 12),
+        "Micro-batches of a replica's step, separated by commas.",
+        "--micro-batches",
+        given="1,2,4,12",
+        callback=_parse_counts,
+    )
+    late: float = option(0.25, "Share of the replicas' steps that are not done at the threshold.", min=0.0, max=1.0)
+    gradient_steps: int = option(60, "Steps over which gradients are averaged.", least=1)
+    replicas: int = option(64, "Replicas of the simulated job.", least=REPLICAS)
+    gpt: SmallGpt = PartialGpt()
+    learning_rate: float = option(2e-3, "Peak of the schedule.")
+    eval_samples: int = option(256, "Validation samples.", least=1)
+
+    def problems(self) -> list[str]:
+        """See ``Options``."""
+        found = self.gpt.problems()
+        if not self.counts or min(self.counts) < 1 or len(set(self.counts)) < len(self.counts):
+            found.append("--micro-batches: needed different whole numbers, each at least 1")
+        if not 0 < self.late < 1:
+            found.append("--late: must be above 0 and below 1")
+        return found
+
+    @property
+    def cases(self) -> list[tuple[int, int, str]]:
+        """Micro-batches, seed and what is dropped of each run; after the first seed's the gradients of each M."""
+        found = [
+            (count, seed, kind) for seed in range(1, self.seeds + 1) for count in self.counts for kind in PARTIAL_KINDS
+        ]
+        gradients = [(count, 1, GRADIENTS) for count in self.counts]
+        first = len(PARTIAL_KINDS) * len(self.counts)
+        return [*found[:first], *gradients, *found[first:]]

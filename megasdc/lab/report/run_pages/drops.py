@@ -48,7 +48,7 @@ class Drops:
         held = np.isfinite(self.tau_s)
         if held.all() or not held.any():
             return None
-        done = self.times.completed.sum(axis=0)
+        done = (self.times.completed - self.times.ended).sum(axis=0)
         return float((done[held].sum() / self.step_s[held].sum()) / (done[~held].sum() / self.step_s[~held].sum()))
 
 

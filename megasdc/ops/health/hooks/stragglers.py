@@ -44,7 +44,7 @@ class StragglerWatch(Hook):
         self._report: SlowReport | None = None
         self._garbage = CollectionTimer()
         self._collections: list[tuple[float, float]] = []
-        self._unread: tuple[Callable[[], list[float]], float] | None = None
+        self._unread: tuple[Callable[[], list[float]], float, bool] | None = None
         self._own = (0.0, 0.0)
         places, place = dims.data * dims.pipeline, dims.dp_rank * dims.pipeline + dims.pp_rank
         gives = dims.tp_rank == 0
@@ -56,8 +56,10 @@ class StragglerWatch(Hook):
         """Of the step before, seconds of a micro-batch: median busy, and mean in garbage collection."""
         self._own = (0.0, 0.0)
         if self._unread is not None:
-            (read, garbage_s), self._unread = self._unread, None
+            (read, garbage_s, is_last_whole), self._unread = self._unread, None
             if busy_s := read():
+                if len(busy_s) > 1 and not is_last_whole:
+                    busy_s.pop()
                 self._own = (median(busy_s), garbage_s / len(busy_s))
         return self._own
 
@@ -89,7 +91,8 @@ class StragglerWatch(Hook):
         """Judge the step before, and hand over the times of this one."""
         if run.step >= self._first_step + FIRST_STEPS:
             collected_s = sum(end - start for start, end in self._collections)
-            self._unread = self._times.busy_later(without=self._collections), collected_s
+            read = self._times.busy_later(without=self._collections)
+            self._unread = read, collected_s, run.engine.ended_after is None
         if self._report is None or not self._stragglers.add(self._busy.values, self._collected.values):
             return
         change = self._stragglers.judge(run.step)

@@ -1,0 +1,133 @@
+"""Do whole runs end backward passes at the threshold, count and log them, repeat them, and raise no false alarm?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs import checked, end_of, events_of, metrics_of, prepare_text, train_run, write_run
+
+from megasdc.common.addresses import BACKWARD
+from megasdc.lab.report.step_times import load_step_times
+from megasdc.sdc.trace import read_folder
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+LAST = ("4", "5", "loss")
+"""Final norm, output and loss, which each backward pass comes through."""
+ENDING = {"enabled": True, "granularity": "backward", "gradients": "computed"}
+AT_ONCE = {**ENDING, "threshold": 0.0, "warmup_steps": 1, "max_drop_rate": 1.0}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared text that all runs share."""
+    return prepare_text(tmp_path_factory.mktemp("text"))
+
+
+def _train(config: Path, *overrides: str) -> None:
+    results = train_run(config, 2, *overrides)
+    assert [code for code, _ in results if code] == [], results
+
+
+def _steps(run_dir: Path) -> dict[int, tuple[list[int], list[int | None] | None]]:
+    """Completed micro-batches, and layers where a pass was ended, by step."""
+    lines = [json.loads(line) for line in (run_dir / "decisions.jsonl").read_text().splitlines()]
+    return {line["step"]: (line["completed"], line.get("layers")) for line in lines if "step" in line}
+
+
+def _write_log(path: Path, micro_batches: int, steps: list[tuple[list[int], list[int | None]]]) -> None:
+    lines: list[dict[str, Any]] = [{"start": {"step": 0, "data": 2, "micro_batches": micro_batches}}]
+    for number, (completed, layers) in enumerate(steps, 1):
+        lines.append({"step": number, "planned": micro_batches, "completed": completed})
+        if layers != [None, None]:
+            lines[-1] |= {"layers": layers, "of_layers": 2}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_one_micro_batch_a_step_ends_at_the_threshold_and_repeats(tmp_path: Path, data: Path) -> None:
+    """With no time at all every pass ends behind the last layer; a replay, resumed in the middle, has the same bits."""
+    small = {"deepspeed__train_batch_size": 2, "trace__enabled": True}
+    _train(write_run(tmp_path, data, "late", drop_compute=AT_ONCE, **small))
+    run_dir = tmp_path / "late"
+    after = ([1, 1], [0, 0])
+    assert _steps(run_dir) == {1: ([1, 1], None), **dict.fromkeys(range(2, STEPS + 1), after)}
+    told = events_of(run_dir, "drop", "micro_batches")
+    assert [(one["step"], one["dropped"], one["layers"]) for one in told] == [
+        (step, 0, {"0": 0, "1": 0}) for step in range(2, STEPS + 1)
+    ]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    ended = {row["step"]: (row["drops/ended_passes"], row["drops/rate"]) for row in rows if "drops/rate" in row}
+    assert ended == {1: (0, 0.0), **{step: (2 * (step - 1), 1.0) for step in range(2, STEPS + 1)}}
+    assert metrics_of(run_dir)[-1]["train/samples"] == 2 * STEPS, "a sample whose pass was ended is used"
+    assert load_step_times(run_dir).is_whole.tolist() == [[True] + [False] * 5] * 2
+
+    replay = {**ENDING, "replay_decisions": str(run_dir / "decisions.jsonl")}
+    again = write_run(tmp_path, data, "again", drop_compute=replay, **small)
+    _train(again, "megasdc.training.stop_step=3")
+    _train(again)
+    assert _steps(tmp_path / "again") == _steps(run_dir)
+    assert end_of(tmp_path / "again") == end_of(run_dir)
+    trace, repeated = (read_folder(folder / "trace")[0][1] for folder in (run_dir, tmp_path / "again"))
+    assert trace.addresses == repeated.addresses and trace.checksums == repeated.checksums
+    found = {(one.step, one.fqn.split(".")[0]) for one in trace.addresses if one.phase == BACKWARD}
+    assert found == {*((1, part) for part in ("1", "2", "3", *LAST)), *itertools.product(range(2, 7), LAST)}
+
+    changes = {"granularity": "micro_batch", "threshold": "inf"}
+    other = write_run(tmp_path, data, "other", drop_compute=replay | changes, **small)
+    whole = train_run(other, 2)
+    assert [code for code, _ in whole] == [70, 70] and 'set "backward"' in whole[0][1]
+
+
+LOGGED: list[tuple[list[int], list[int | None]]] = [
+    ([4, 4], [None, 1]),
+    ([3, 4], [0, None]),
+    ([2, 2], [2, 1]),
+    ([4, 3], [None, None]),
+    ([2, 4], [1, 0]),
+    ([4, 2], [2, 2]),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checks_of_every_kind_raise_no_alarm(tmp_path: Path, data: Path, precision: str) -> None:
+    """Audits, checks of sums by slices, of recomputation and of the chain: passes that end anywhere are no fault."""
+    _write_log(tmp_path / "given.jsonl", 4, LOGGED)
+    config = write_run(
+        tmp_path,
+        data,
+        "run",
+        **checked(coverage="one", slice_elements=1_000_000),
+        drop_compute={**ENDING, "replay_decisions": str(tmp_path / "given.jsonl"), "check_agreement": True},
+        audit={"enabled": True, "interval": 2},
+        deepspeed__train_batch_size=8,
+        deepspeed__pipeline={"activation_checkpoint_interval": 1},
+        **({"deepspeed__bf16": {"enabled": True}} if precision == "bf16" else {}),
+    )
+    _train(config)
+    run_dir = tmp_path / "run"
+    assert list(_steps(run_dir).values()) == [
+        (completed, None if layers == [None, None] else layers) for completed, layers in LOGGED
+    ]
+    assert [one["step"] for one in events_of(run_dir, "audit", "agreed") if one["rank"] == 0] == [1, 2, 4, 6]
+    for name in ("finding", "audit_void", "incident", "slice_given_up"):
+        assert events_of(run_dir, "sdc", name) == [], name
+
+
+def test_a_replay_that_cannot_end_where_the_log_says_is_refused(tmp_path: Path, data: Path) -> None:
+    """Where layers are recomputed together there is no end between them; both numbers are told."""
+    _write_log(tmp_path / "given.jsonl", 2, [([2, 2], [1, None])] * STEPS)
+    config = write_run(
+        tmp_path,
+        data,
+        "run",
+        drop_compute={**ENDING, "replay_decisions": str(tmp_path / "given.jsonl")},
+        deepspeed__pipeline={"activation_checkpoint_interval": 2},
+    )
+    results = train_run(config, 2)
+    assert [code for code, _ in results] == [70, 70]
+    assert "{0: 2} layers" in results[0][1] and "after {0: 1}" in results[0][1]
