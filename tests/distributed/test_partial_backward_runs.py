@@ -93,8 +93,8 @@ LOGGED: list[tuple[list[int], list[int | None]]] = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checks_of_every_kind_raise_no_alarm(tmp_path: Path, data: Path, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "audited"), [("fp32", "training"), ("bf16", "extra")])
+def test_checks_of_every_kind_raise_no_alarm(tmp_path: Path, data: Path, precision: str, audited: str) -> None:
     """Audits, checks of sums by slices, of recomputation and of the chain: passes that end anywhere are no fault."""
     _write_log(tmp_path / "given.jsonl", 4, LOGGED)
     config = write_run(
@@ -103,7 +103,7 @@ def test_checks_of_every_kind_raise_no_alarm(tmp_path: Path, data: Path, precisi
         "run",
         **checked(coverage="one", slice_elements=1_000_000),
         drop_compute={**ENDING, "replay_decisions": str(tmp_path / "given.jsonl"), "check_agreement": True},
-        audit={"enabled": True, "interval": 2},
+        audit={"enabled": True, "interval": 2, "micro_batch": audited},
         deepspeed__train_batch_size=8,
         deepspeed__pipeline={"activation_checkpoint_interval": 1},
         **({"deepspeed__bf16": {"enabled": True}} if precision == "bf16" else {}),
@@ -116,6 +116,17 @@ def test_checks_of_every_kind_raise_no_alarm(tmp_path: Path, data: Path, precisi
     assert [one["step"] for one in events_of(run_dir, "audit", "agreed") if one["rank"] == 0] == [1, 2, 4, 6]
     for name in ("finding", "audit_void", "incident", "slice_given_up"):
         assert events_of(run_dir, "sdc", name) == [], name
+
+
+def test_an_audited_micro_batch_is_whole(tmp_path: Path, data: Path) -> None:
+    """Where there is no time at all, passes that audits compare are whole; the start's audit has an extra one."""
+    drop = AT_ONCE | {"warmup_steps": 0}
+    audit = {"enabled": True, "interval": 2}
+    _train(write_run(tmp_path, data, "run", **checked(), drop_compute=drop, audit=audit, deepspeed__train_batch_size=2))
+    ended = {step: layers for step, (_, layers) in _steps(tmp_path / "run").items()}
+    assert ended == {step: [0, 0] if step % 2 else None for step in range(1, STEPS + 1)}
+    agreed = [one["step"] for one in events_of(tmp_path / "run", "audit", "agreed") if one["rank"] == 0]
+    assert agreed == [1, 2, 4, 6] and events_of(tmp_path / "run", "sdc", "audit_void") == []
 
 
 def test_a_replay_that_cannot_end_where_the_log_says_is_refused(tmp_path: Path, data: Path) -> None:

@@ -102,6 +102,7 @@ RUN_ELSEWHERE = {
     "kill -USR2": "tests/distributed/test_detection_runs.py::test_a_signal_asks_for_an_audit",
     "for n in 2 4 8; do python -m tools.bench drop-speedup": f"{DROPS}::test_a_sample_of_the_speedup",
     "python -m tools.bench drop-training": f"{DROPS}::test_a_sample_of_training",
+    "python -m tools.bench drop-partial": f"{DROPS}::test_a_sample_of_partial_backward_passes",
     "megasdc report scaling.json": "tests/unit/bench/test_drop_report.py::test_measured_and_trained_are_shown_as_found",
     "megasdc compare node1.manifest": f"{DIGESTS}::test_commands_on_manifests",
     "megasdc compare runs/my/checkpoints/step_00000400 node2.manifest": TRAVEL,

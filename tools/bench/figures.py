@@ -131,7 +131,7 @@ def _markdown(part: Any) -> str:
 
 
 def _source(found: dict[str, Any]) -> str:
-    machine, verdict = found["machine"], "" if found["passed"] else ", a bar missed"
+    machine, verdict = found["machine"], "" if found.get("passed", True) else ", a bar missed"
     return (
         f"`{machine['command']}`: exit code {found['exit_code']}{verdict}; {machine['date'][:10]}, commit "
         f"{machine['commit']}, {machine['cpu']}, {machine['cores']} cores."
