@@ -291,11 +291,17 @@ OWNERS = (
             *("_exec_forward_pass", "_exec_backward_pass", "_exec_reduce_tied_grads", "_exec_reduce_grads"),
             *("_exec_optimizer_step", "_exec_schedule", "_INSTRUCTION_MAP"),
             *("_aggregate_total_loss", "_reduce_outputs", "_bcast_pipe_scalar", "_backward_prologue_per_tensor"),
+            *("_backward_epilogue",),
         ),
         mentioned=(
             *("_exec_schedule", "_INSTRUCTION_MAP", "_aggregate_total_loss", "_reduce_outputs"),
             *("_bcast_pipe_scalar", "pipe_buffers", "total_loss"),
         ),
+    ),
+    NameOwner(
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "backward passes that end between layers",
+        names=("non_reentrant_checkpoint",),
     ),
     NameOwner(
         f"{_PIPE}.schedule",

@@ -68,7 +68,7 @@ RUNS_ONLY = {
         for name in ("progress_bar", "peak_tflops", "prometheus", "wandb_runs")
     },
     **dict.fromkeys(
-        ("model", "data", "parallel", "training", "checkpoint", "study", "drop_compute", "hooks"), _MEGASDC
+        ("model", "data", "parallel", "training", "checkpoint", "study", "drop_compute", "local_sgd", "hooks"), _MEGASDC
     ),
     **dict.fromkeys(("faults", "process_faults", "delay"), "only megasdc's own runs inject them"),
 }

@@ -19,9 +19,8 @@ from typing import Any
 from megasdc.common.errors import CorruptionError, LaunchError
 from megasdc.common.wire import Door, MessageChannel, WireError, connect, split_address
 from megasdc.localsgd.rounds import Doors, Meeting, NothingLeftError, Report
+from megasdc.parallel.rendezvous import ROUNDS_VARIABLE
 
-ADDRESS_VARIABLE = "MEGASDC_ROUNDS"
-"""Environment variable with the address and port of the meeting."""
 START_S = 600.0
 """Seconds after the first replica has joined until training begins without the others."""
 EXCHANGE_S = 600.0
@@ -217,14 +216,14 @@ class MeetingLine:
     """
 
     def __init__(self, replica: int, secret: bytes) -> None:
-        address = os.environ.get(ADDRESS_VARIABLE, "")
+        address = os.environ.get(ROUNDS_VARIABLE, "")
         try:
             host, port = split_address(address)
             self._channel = MessageChannel(connect(host, port, secret, {"replica": replica}, CONNECT_S))
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"replica {replica} does not reach the others' meeting at {address or 'no address'} (environment "
-                f"variable {ADDRESS_VARIABLE}): {error}; start all replicas with megasdc launch --replicas"
+                f"variable {ROUNDS_VARIABLE}): {error}; start all replicas with megasdc launch --replicas"
             ) from error
 
     def close(self) -> None:

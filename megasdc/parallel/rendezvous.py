@@ -62,6 +62,8 @@ REMEDY_OF_LOGOUT = (
     "; systemd may have removed it when this user's last session on this host ended: have `loginctl enable-linger` "
     "run for the user there, or set RemoveIPC=no in its logind.conf (docs/guides/security.md)"
 )
+ROUNDS_VARIABLE = "MEGASDC_ROUNDS"
+"""Environment variable with the address and port at which replicas of Local-SGD agree on their rounds."""
 TOGETHER_VARIABLE = "MEGASDC_TOGETHER"
 """Environment variable of a launch that is one of several, such as the replicas of Local-SGD: the folder on this host,
 this user's alone, that holds the secret of them all."""

@@ -27,7 +27,7 @@ from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
 from megasdc.engine.engine import StepResult, TrainingEngine
 from megasdc.engine.hooks import Hook, Run
 from megasdc.localsgd.exchange import AGREED, MASTERS, ShardDoor, bytes_of, fetch, fetch_all
-from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingLine
+from megasdc.localsgd.meeting import MeetingLine
 from megasdc.localsgd.outer import Agreed, OuterRule, distance
 from megasdc.localsgd.round_clock import Done, RoundClock
 from megasdc.localsgd.rounds import Report, read_rounds, work_of
@@ -35,7 +35,7 @@ from megasdc.metrics.writer import MetricsWriter
 from megasdc.optim.bounds import MomentumReset
 from megasdc.optim.zero1 import master_partitions
 from megasdc.parallel.collectives import Field, gather_objects
-from megasdc.parallel.rendezvous import launch_secret, own_address_for_ranks
+from megasdc.parallel.rendezvous import ROUNDS_VARIABLE, launch_secret, own_address_for_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class LocalSgd(Hook):
 
         Collective: all ranks of the world.
         """
-        meeting = os.environ.get(ADDRESS_VARIABLE, "").rpartition(":")[0]
+        meeting = os.environ.get(ROUNDS_VARIABLE, "").rpartition(":")[0]
         self._door = ShardDoor(own_address_for_ranks(*filter(None, [meeting])), self._secret, self._timeout_s)
         doors = gather_objects(self._door.place, run.host_group)
         self._digest = self._digest_of_all()

@@ -12,10 +12,10 @@ import torch
 from harness import run_distributed
 from whole_runs import events_of, metrics_of, pretrain_rank, state_of, train_run, write_run
 
-from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingServer
+from megasdc.localsgd.meeting import MeetingServer
 from megasdc.localsgd.rounds import Meeting, Round, read_rounds
 from megasdc.parallel.local_ranks import LocalMeeting
-from megasdc.parallel.rendezvous import MEETING_VARIABLE, SECRET_FILE, TOGETHER_VARIABLE
+from megasdc.parallel.rendezvous import MEETING_VARIABLE, ROUNDS_VARIABLE, SECRET_FILE, TOGETHER_VARIABLE
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +48,7 @@ def train_replicas(
     meeting = Meeting(number, None, rounds.append, **options)
     server = MeetingServer(meeting, number, "127.0.0.1", secret, start_s=start_s)
     try:
-        env = {ADDRESS_VARIABLE: f"127.0.0.1:{server.port}", TOGETHER_VARIABLE: str(together.folder)}
+        env = {ROUNDS_VARIABLE: f"127.0.0.1:{server.port}", TOGETHER_VARIABLE: str(together.folder)}
         folders = [str(one.folder) for one in meetings]
         found = run_distributed(
             _rank,

@@ -110,7 +110,10 @@ def test_secrets_are_in_nothing_that_a_run_leaves(folder: Path) -> None:  # noqa
     names = " ".join(path.name for path in files)
     assert all(name in names for name in ("launch.json", "resolved.json", "megasdc.json", "_states.pt", "rank_00000"))
     assert any(path.is_relative_to(folder / "archive") for path in files)
-    leaking = {path: secrets for path in files if (secrets := found_in(path.read_bytes()))}
+    leaking = {}
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # a process beside the run has replaced it
+            leaking.update({path: secrets} if (secrets := found_in(path.read_bytes())) else {})
     assert not leaking
     (record,) = (folder / "run" / "done").glob("*/rank_00000.json")
     assert "failed; GET https://h/a?... failed" in record.read_text(), "the rest of what was said is there"

@@ -20,9 +20,9 @@ from pathlib import Path
 from megasdc.common.credentials import holds_secret, is_secret_name, without_credentials
 from megasdc.common.errors import LaunchError
 from megasdc.common.host import NAME_VARIABLE
-from megasdc.localsgd.meeting import ADDRESS_VARIABLE
 from megasdc.ops.launch.orphans import NODE_PID_VARIABLE
 from megasdc.parallel.local_ranks import EXTENSIONS_VARIABLE, default_extensions_dir
+from megasdc.parallel.rendezvous import ROUNDS_VARIABLE
 
 SAFE_FOR_SHELL = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 EXPANDED_IN_DOUBLE_QUOTES = re.compile(r"[\"$`\\\n]")
@@ -57,7 +57,7 @@ FORWARDED_NAMES = (
     "LD_LIBRARY_PATH",
     "LD_PRELOAD",
     "MALLOC_ARENA_MAX",
-    ADDRESS_VARIABLE,
+    ROUNDS_VARIABLE,
     "TOKENIZERS_PARALLELISM",
 )
 FRONT_PID_VARIABLE = "MEGASDC_FRONT_PID"

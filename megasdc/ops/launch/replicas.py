@@ -25,14 +25,20 @@ from megasdc.common.errors import ConfigError, HangError, LaunchError
 from megasdc.common.wire import own_address_towards
 from megasdc.config.load import load_config
 from megasdc.config.local_sgd import AUTO
-from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingServer
+from megasdc.localsgd.meeting import MeetingServer
 from megasdc.localsgd.round_clock import RoundWindow
 from megasdc.localsgd.rounds import ROUNDS_FILE, Meeting, Round, read_rounds
 from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.launch.supervision import print_front_message
 from megasdc.parallel.local_ranks import LocalMeeting
-from megasdc.parallel.rendezvous import LOOPBACK, MEETING_VARIABLE, TOGETHER_VARIABLE, launch_secret
+from megasdc.parallel.rendezvous import (
+    LOOPBACK,
+    MEETING_VARIABLE,
+    ROUNDS_VARIABLE,
+    TOGETHER_VARIABLE,
+    launch_secret,
+)
 
 RETURNS = 3
 """Number of times that a replica is started again."""
@@ -146,7 +152,7 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
     server = MeetingServer(meeting, replicas, address, secret)
     environment = {
         **os.environ,
-        ADDRESS_VARIABLE: f"{server.address}:{server.port}",
+        ROUNDS_VARIABLE: f"{server.address}:{server.port}",
         TOGETHER_VARIABLE: str(together.folder),
     }
     every = [

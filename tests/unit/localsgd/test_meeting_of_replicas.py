@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from megasdc.common.errors import CorruptionError, LaunchError
-from megasdc.localsgd.meeting import ADDRESS_VARIABLE, MeetingLine, MeetingServer
+from megasdc.localsgd.meeting import MeetingLine, MeetingServer
 from megasdc.localsgd.rounds import Meeting, Report
+from megasdc.parallel.rendezvous import ROUNDS_VARIABLE
 
 SECRET = b"x" * 32
 
@@ -20,7 +21,7 @@ SECRET = b"x" * 32
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingServer]:
     """A meeting of three replicas."""
     found = MeetingServer(Meeting(3, None), 3, "127.0.0.1", SECRET, start_s=30.0)
-    monkeypatch.setenv(ADDRESS_VARIABLE, f"127.0.0.1:{found.port}")
+    monkeypatch.setenv(ROUNDS_VARIABLE, f"127.0.0.1:{found.port}")
     yield found
     found.close()
 
@@ -88,6 +89,6 @@ def test_a_round_of_which_nothing_can_be_used_ends_all(server: MeetingServer) ->
 
 def test_a_replica_alone_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started by itself it has no address to go to."""
-    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    monkeypatch.delenv(ROUNDS_VARIABLE, raising=False)
     with pytest.raises(LaunchError, match=r"no address .* start all replicas with megasdc launch --replicas"):
         MeetingLine(0, SECRET)

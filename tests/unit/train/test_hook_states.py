@@ -89,6 +89,7 @@ def test_names_under_which_states_are_kept() -> None:
         "DropCompute",
         "FaultDrill",
         "GradientBounds",
+        "LocalSgd",
         "Reporter",
         "SkipWatch",
         "SliceChecks",
