@@ -29,10 +29,11 @@ def wait_for_run(folder: Path, console: Console, wait_s: float = WAIT_S, interva
     """
     until, told = time.monotonic() + wait_s, False
     while True:
+        # A launch makes folders before files; what comes after this look is of a run that is being started.
+        empty = not any(one.is_file() for one in folder.rglob("*"))
         try:
             return RunWatcher(folder)
         except DataError:
-            empty = not any(one.is_file() for one in folder.rglob("*"))  # a launch makes folders before files
             if not empty or time.monotonic() > until:
                 raise
         if not told:
