@@ -309,7 +309,8 @@ class Meeting:
         if self.plan is not None or self._first_at is None or not self._reports:
             return
         if (again := self._replayed.get(self.round + 1)) is not None:
-            if self._reports.keys() >= set(again.members):
+            needed = set(again.members) | (again.left_out.keys() & set(self.there))
+            if self._reports.keys() >= needed:
                 members = {replica: self._reports[replica] for replica in again.members}
                 wrong = {replica: reason for replica, reason in again.left_out.items() if replica in self._reports}
                 self.plan, self._received = Plan(self.round + 1, members, wrong), {}

@@ -185,3 +185,19 @@ def test_norms_of_healthy_replicas_are_never_far() -> None:
         assert judge({one: report(norm=norm) for one, norm in norms.items()}, history) == {}
         for one, norm in norms.items():
             history[one] = [*history[one], norm][-20:]
+
+
+def test_a_replayed_round_waits_for_those_that_it_left_out() -> None:
+    """They are told that they were wrong, as before; the deadline plays no part."""
+    again = Round(1, (0, 2), {}, {}, {}, {}, {1: "its weights are not finite"}, (), 1.0)
+    clock = Clock()
+    meeting = Meeting(3, 1.0, clock=clock, replayed={1: again})
+    meeting.begin(dict.fromkeys(range(3), (0, "a")))
+    for one in range(3):
+        meeting.join(one, 0, "a", [])
+    for one in (0, 2, 1):
+        clock.now += 5.0
+        assert meeting.plan is None and meeting.report(one, report())
+        meeting.look()
+    assert meeting.plan is not None
+    assert list(meeting.plan.members) == [0, 2] and meeting.plan.left_out == again.left_out
