@@ -3,7 +3,8 @@
 Real launches on this machine. Delays are injected as the same functions of step, replica and micro-batch in all four,
 so that the times that the synchronous run has recorded also say what the others should need: a round is then a step of
 as many micro-batches as its steps have, and the threshold is searched in it as in a run. What is not delay or waiting
-is measured: the time between steps, and that of an exchange, the least that any replica has waited in it.
+is measured where it is paid: the time between synchronous steps, which sum gradients over all replicas, and between
+local ones, which do not; and that of an exchange, the least that any replica has waited in it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ TOLERANCE = 0.05
 """Largest difference of a measured speed from the predicted one, as a share of that."""
 WINDOW_STEPS, WINDOW_ROUNDS, LEFT_OUT = 20, 4, 2
 """Steps and rounds from which thresholds are chosen, and first steps or rounds that are not counted."""
+_EXCHANGE = "local_sgd/exchange_s"
 SYNC, SYNC_DROP, LOCAL, LOCAL_DROP = "synchronous", "synchronous, drops", "Local-SGD", "Local-SGD, drops"
 
 
@@ -127,10 +129,9 @@ def bench_local_sgd(options: LocalSgdOptions, on_progress: Progress = ignore_pro
             _Synchronous(options, runs[SYNC_DROP]).mode(SYNC_DROP, sync.predict_drops()),
         ]
         local = _Local(options, runs[LOCAL])
-        modes.append(local.mode(LOCAL, sync.predict_local(local.exchange_s, drops=False)))
-        modes.append(
-            _Local(options, runs[LOCAL_DROP]).mode(LOCAL_DROP, sync.predict_local(local.exchange_s, drops=True))
-        )
+        costs = local.exchange_s, local.between_s
+        modes.append(local.mode(LOCAL, sync.predict_local(*costs, drops=False)))
+        modes.append(_Local(options, runs[LOCAL_DROP]).mode(LOCAL_DROP, sync.predict_local(*costs, drops=True)))
     return LocalSgdResult(machine, options, modes)
 
 
@@ -148,7 +149,7 @@ def _launch(options: LocalSgdOptions, folder: Path, data: Path, name: str) -> Pa
         threshold = "auto" if drops else "inf"
         own = {"replicas": options.replicas, "every": options.every, "threshold": threshold}
         sections["local_sgd"] = own | ({"window_rounds": WINDOW_ROUNDS} if drops else {})
-    else:
+    if not apart or not drops:  # its times are recorded
         sections["drop_compute"] = drop | {"window_steps": WINDOW_STEPS, "gradients": "computed"}
     steps = options.rounds * options.every
     training = {"eval_interval": steps, "eval_samples": 256}
@@ -220,16 +221,17 @@ class _Synchronous:
         found = search_recorded(starts, ends, self._between_s, 0.1)
         return found.speedup * starts.shape[0] * starts.shape[2] / self.step_s
 
-    def predict_local(self, exchange_s: float, *, drops: bool) -> float:
+    def predict_local(self, exchange_s: float, between_s: float, *, drops: bool) -> float:
         """Micro-batches per second of Local-SGD.
 
         Args:
             exchange_s: seconds of an exchange.
+            between_s: seconds of a local step in which no micro-batch is computed.
         """
         starts, ends = self._ends
         replicas, steps, micro_batches = ends.shape
         rounds, every = steps // self._options.every, self._options.every
-        own = ends[:, :, -1] + self._between_s
+        own = ends[:, :, -1] + between_s
         begins = np.concatenate(
             [np.zeros((replicas, rounds, 1)), self._in_rounds(own).cumsum(axis=2)[:, :, :-1]], axis=2
         )
@@ -241,7 +243,7 @@ class _Synchronous:
         speed = float(replicas * every * micro_batches / whole)
         if not drops:
             return speed
-        rest = exchange_s + self._between_s
+        rest = exchange_s + between_s
         return speed * search_recorded(of_round[0], of_round[1], rest, 0.1).speedup
 
     def _in_rounds(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -266,9 +268,24 @@ class _Local:
         waited: dict[int, list[float]] = {}
         for folder in self._replicas:
             for row in read_metrics(folder):
-                if "local_sgd/exchange_s" in row:
-                    waited.setdefault(row["step"], []).append(row["local_sgd/exchange_s"])
+                if _EXCHANGE in row:
+                    waited.setdefault(row["step"], []).append(row[_EXCHANGE])
         return median(min(some) for some in waited.values())
+
+    @property
+    def between_s(self) -> float:
+        """Mean seconds of a local step in which no micro-batch is computed, after the first rounds."""
+        found = list[float]()
+        for folder in self._replicas:
+            lines = [row for row in read_metrics(folder) if "train/loss" in row][LEFT_OUT - 1 : -1]
+            waited = {row["step"]: row[_EXCHANGE] for row in read_metrics(folder) if _EXCHANGE in row}
+            times = load_step_times(folder)
+            first, last = lines[0]["step"], lines[-1]["step"]
+            kept = (times.steps > first) & (times.steps <= last)
+            exchanged = sum(waited[row["step"]] for row in lines[1:])
+            seconds = lines[-1]["monotonic"] - lines[0]["monotonic"] - exchanged
+            found.append(seconds / (last - first) - float(times.end_s[0, 0, kept, -1].mean()))
+        return fmean(found)
 
     def mode(self, name: str, predicted: float) -> Mode:
         """How it went; the last round, after which is evaluated, counts as the others."""
