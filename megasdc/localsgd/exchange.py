@@ -38,8 +38,6 @@ class ShardDoor:
         self._lock = threading.Lock()
         self._offered: dict[str, tuple[int, list[Tensor]]] = {}
         self._timeout_s = timeout_s
-        self.sent = 0
-        """Number of bytes of shards that others have fetched."""
         self._door = Door(address, secret, self._serve)
         self.place = self._door.address, self._door.port
 
@@ -70,7 +68,6 @@ class ShardDoor:
         exchange.send_json(header, HEADER_BYTES)
         for view in views:
             exchange.send(view)  # type: ignore[arg-type]
-            self.sent += len(view)
 
 
 def fetch(

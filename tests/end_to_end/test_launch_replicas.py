@@ -23,6 +23,26 @@ def _rounds(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def _command(config: Path) -> list[str]:
+    launch = [sys.executable, "-m", "megasdc", "launch", "--replicas", "2", "--num-ranks", "1"]
+    return [*launch, "--config", str(config)]
+
+
+def _wait_for_rounds(process: subprocess.Popen[str], run_dir: Path, number: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(_rounds(run_dir)) < number:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def _is_there(pid: int) -> bool:
+    """Whether a process is, and is not only not yet waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_lost_replica_stops_nobody_and_returns(tmp_path: Path) -> None:
     """Its rank is killed: rounds go on without it; it is started again, and takes part in later ones to the end."""
     run_dir = tmp_path / "run"
@@ -34,23 +54,10 @@ def test_a_lost_replica_stops_nobody_and_returns(tmp_path: Path) -> None:
         "delay": [{"kind": "normal", "mean_s": 0.12, "std_s": 0.01}],
     }
     config = write_config(tmp_path / "run.json", prepare_text(tmp_path), run_dir, **changes)
-    command = [
-        sys.executable,
-        "-m",
-        "megasdc",
-        "launch",
-        "--replicas",
-        "2",
-        "--num-ranks",
-        "1",
-        "--config",
-        str(config),
-    ]
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while len(_rounds(run_dir)) < 2:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-            time.sleep(0.1)
+    with subprocess.Popen(
+        [*_command(config), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        _wait_for_rounds(process, run_dir, 2)
         (started,) = (run_dir / "replica_1" / "done").glob("*/started_*.json")
         os.kill(json.loads(started.read_text())["pid"], signal.SIGKILL)
         out, err = process.communicate(timeout=200)
@@ -62,3 +69,40 @@ def test_a_lost_replica_stops_nobody_and_returns(tmp_path: Path) -> None:
     ends = [events_of(run_dir / f"replica_{one}", "local_sgd", "round")[-1]["digest"] for one in (0, 1)]
     assert ends[0] == ends[1]
     assert "replica 1 was lost" in err and "goes on with replicas [0]" in err
+
+
+def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: Path) -> None:
+    """SIGTERM to the command has both replicas save; kill -9 of it alone ends them, and nothing is left behind. The
+    same command goes on after either, with the weights of a run that was never stopped.
+    """
+    data, digests = prepare_text(tmp_path), []
+    for name, number in (("whole", None), ("stopped", signal.SIGTERM), ("stopped", signal.SIGKILL), ("stopped", None)):
+        run_dir = tmp_path / name
+        changes = {
+            "deepspeed__train_batch_size": 1,
+            "training__steps": 48,
+            "training__eval_interval": 0,
+            "checkpoint__interval": EVERY,
+            "local_sgd": {"every": EVERY, "outer": "nesterov"},
+            "delay": [{"kind": "normal", "mean_s": 0.1, "std_s": 0.01}] if number else [],
+        }
+        config = write_config(tmp_path / f"{name}.json", data, run_dir, **changes)
+        with subprocess.Popen(_command(config), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            if number is not None:
+                _wait_for_rounds(process, run_dir, len(_rounds(run_dir)) + 2)
+                records = [one for k in (0, 1) for one in (run_dir / f"replica_{k}" / "done").glob("*/started_*.json")]
+                pids = [json.loads(one.read_text())["pid"] for one in records]
+                process.send_signal(number)
+            out, _ = process.communicate(timeout=120)
+        assert process.returncode == {None: 0, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], out
+        if number is not None:
+            deadline = time.monotonic() + 60
+            while any(map(_is_there, pids)):
+                assert time.monotonic() < deadline, (number, pids)
+                time.sleep(0.1)
+            assert 0 < len(_rounds(run_dir)) < 48 // EVERY, "it was stopped before its end"
+        else:
+            ends = [events_of(run_dir / f"replica_{one}", "local_sgd", "round")[-1]["digest"] for one in (0, 1)]
+            assert len(set(ends)) == 1
+            digests += ends
+    assert len(set(digests)) == 1, "stops change no bits"
