@@ -8,7 +8,7 @@ goes on later from what the others have agreed on.
 
 An outer gradient is wrong if it is not finite, or if its norm is far from those of the other replicas and from those of
 the same replica's last rounds. With many of them it must be beyond both: all replicas' norms change with the learning
-rate, and one replica's from round to round.
+rate, and one replica's from round to round. How many steps were taken counts: a late replica is not a wrong one.
 """
 
 from __future__ import annotations
@@ -169,21 +169,30 @@ def _is_far(
     replica: int, norm: float, reports: Mapping[int, Report], wrong: Collection[int], own: Collection[float]
 ) -> str:
     """Why a norm is far from those of the others, and where they are known from the replica's own; empty: it is not."""
-    known = {other: one.norm for other, one in reports.items() if other not in wrong}
+    known = {other: one for other, one in reports.items() if other not in wrong}
     others = [one for other, one in known.items() if other != replica]
     if not others:
         return ""
     # Of three and more a wrong one is not in the middle; of two nobody knows which it is, but for their last rounds.
-    usual = statistics.median(known.values() if len(known) > 2 else others)
+    usual = statistics.median(one.norm for one in (known.values() if len(known) > 2 else others))
     told = f"the norm of its outer gradient is {norm:.4g}, the median of all {usual:.4g}"
+    longer = reports[replica].steps / max(1.0, statistics.median(one.steps for one in others))
     if len(own) < KNOWN:
-        far = norm > TIMES_ALONE * usual or norm * TIMES_ALONE < usual
-        return told if far and len(known) > 2 else ""
+        return told if _is_beyond(norm, usual, TIMES_ALONE, longer) and len(known) > 2 else ""
     mean, deviation = statistics.fmean(own), statistics.pstdev(own)
     if abs(norm - mean) <= SIGMAS * max(deviation, LEAST_SPREAD * mean):
         return ""
     told += f", in its own last {len(own)} rounds {mean:.4g} with a deviation of {deviation:.2g}"
-    return told if norm > TIMES * usual or norm * TIMES < usual else ""
+    return told if _is_beyond(norm, usual, TIMES, longer) else ""
+
+
+def _is_beyond(norm: float, usual: float, times: float, longer: float) -> bool:
+    """Whether a norm is so many times larger or smaller than the usual one.
+
+    ``longer``: the replica's steps over those of the others. At a constant learning rate a distance grows at most as
+    the number of steps. Who has taken fewer is not judged for being small: its steps may be those of a warm-up.
+    """
+    return norm > times * usual * max(1.0, longer) or (longer >= 1 and norm * times < usual)
 
 
 @dataclass

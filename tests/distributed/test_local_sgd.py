@@ -97,6 +97,15 @@ def test_weights_are_those_that_a_script_averages(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "changes", [{"parallel__tensor": 2}, {"parallel__pipeline": 2}, {"protect": "standard"}], ids=["tp2", "pp2", "dp2"]
+)
+def test_replicas_of_several_ranks_equal_the_script(tmp_path: Path, data: Path, changes: dict[str, Any]) -> None:
+    """Tensor and pipeline ranks, and data ranks that are protected, inside each of two replicas."""
+    _equals_the_script(tmp_path, data, 2, 2, 2, 6, changes)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("outer", ["average", "nesterov"])
 @pytest.mark.parametrize("every", [1, 4, 16])
 @pytest.mark.parametrize("number", [2, 3, 4])
@@ -179,6 +188,28 @@ def test_a_late_replica_joins_with_what_it_has(tmp_path: Path, data: Path) -> No
     for one in range(2):
         assert metrics_of(tmp_path / f"run_{one}") == metrics_of(tmp_path / f"again_{one}")
         assert weights_of(tmp_path / f"run_{one}") == weights_of(tmp_path / f"again_{one}")
+
+
+@pytest.mark.full
+def test_drops_inside_a_replica_and_of_its_round(tmp_path: Path, data: Path) -> None:
+    """A replica of two data ranks drops micro-batches within its steps, and ends its round after a whole one; weights
+    count by the tokens that were used.
+    """
+    section = {"replicas": 2, "every": 3, "threshold": 1.2}
+    slow = {"delay": [{"kind": "slow_rank", "replica": 3, "delay_s": 0.4}]}
+    drops = {"drop_compute": {"enabled": True, "threshold": 0.7, "samples": "discard", "warmup_steps": 0}}
+    changes = {"deepspeed__train_batch_size": 8, **AT_END, **slow, **drops}
+    configs = [
+        write_run(tmp_path, data, f"run_{one}", local_sgd={**section, "replica": one}, **changes) for one in (0, 1)
+    ]
+    found, rounds = train_replicas(configs, 2)
+    assert [code for code, _ in found if code] == [], found
+    assert [one.members for one in rounds] == [(0, 1)] * 2
+    for one in rounds:
+        assert one.steps[0] == 3 and one.micro_batches[0] == 24, one
+        assert one.steps[1] == 2 and one.micro_batches[1] == 12, "half of the slow rank's were dropped in each step"
+        assert one.tokens == {replica: 32 * done for replica, done in one.micro_batches.items()}
+    assert not any(event["wrong"] for event in events_of(tmp_path / "run_1", "local_sgd", "left_out"))
 
 
 def test_one_local_step_is_synchronous_sgd(tmp_path: Path, data: Path) -> None:

@@ -143,6 +143,9 @@ def test_the_round_is_made_of_what_all_have() -> None:
         ({0: {"norm": 4.0}, 1: {"norm": 4.0}}, {0: [1.0] * 5, 1: [1.0] * 5}, set()),
         ({0: {}, 1: {"norm": 2.0}}, {1: [1.0] * 5}, set()),
         ({0: {"norm": 4.0}}, {0: [1.0] * 5}, set()),
+        ({0: {}, 1: {"norm": 0.0, "steps": 1}, 2: {}}, {1: [1.0] * 5}, set()),
+        ({0: {"norm": 0.05, "steps": 1}, 1: {"steps": 60, "norm": 3.0}, 2: {"norm": 0.05, "steps": 1}}, {}, set()),
+        ({0: {"norm": 0.05, "steps": 1}, 1: {"steps": 4, "norm": 3.0}, 2: {"norm": 0.05, "steps": 1}}, {}, {1}),
     ],
     ids=[
         "nan",
@@ -157,6 +160,9 @@ def test_the_round_is_made_of_what_all_have() -> None:
         "all",
         "little",
         "alone",
+        "late",
+        "others_late",
+        "large_and_others_late",
     ],
 )
 def test_which_outer_gradients_are_wrong(
@@ -177,12 +183,15 @@ def test_nothing_that_can_be_relied_on() -> None:
 
 
 def test_norms_of_healthy_replicas_are_never_far() -> None:
-    """10,000 rounds of four replicas, whose norms vary by a tenth and fall with a learning rate to a hundredth."""
+    """10,000 rounds of four replicas, whose norms vary by a tenth and fall with a learning rate to a hundredth; each is
+    late in some rounds, and has then taken one to nine of ten steps.
+    """
     chance, history = random.Random(3), {one: list[float]() for one in range(4)}
     for place in range(10_000):
         rate = 0.01 + 0.99 * (1 - place / 10_000)
-        norms = {one: rate * chance.lognormvariate(0.0, 0.1) for one in range(4)}
-        assert judge({one: report(norm=norm) for one, norm in norms.items()}, history) == {}
+        steps = {one: chance.choice([10] * 30 + list(range(1, 10))) for one in range(4)}
+        norms = {one: rate * chance.lognormvariate(0.0, 0.1) * steps[one] for one in range(4)}
+        assert judge({one: report(norm=norms[one], steps=steps[one]) for one in range(4)}, history) == {}
         for one, norm in norms.items():
             history[one] = [*history[one], norm][-20:]
 
