@@ -2,9 +2,10 @@
 
 python tools/finetune_table.py runs/sweeps/ma-finetune-cpu --questions prepared/identifiers/questions.jsonl
 
-A row a run. Spikes are those of `megasdc study`, of the training loss in each step. Accuracy is that of
-`megasdc eval --choices` with the run's last checkpoint, which a sweep keeps with `keep_checkpoints`; disagreement is
-the share of questions answered differently than by the healthy run of the same cell and seed.
+A row a run, and with several seeds a row a node: means and standard deviations over seeds. Spikes are those of
+`megasdc study`, of the training loss in each step. Accuracy is that of `megasdc eval --choices` with the run's last
+checkpoint, which a sweep keeps with `keep_checkpoints`; disagreement is the share of questions answered differently
+than by the healthy run of the same cell and seed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from megasdc.cli.app import stdout_to_stderr
@@ -23,6 +25,7 @@ from megasdc.common.program import run_program
 from megasdc.lab.studies.choices import Answers, Question, answer_questions, read_questions
 from megasdc.lab.studies.tables import loss_spikes
 from megasdc.lab.sweeps.outcome import DIVERGED, DONE
+from megasdc.lab.sweeps.pei_metrics import relative_increase
 from megasdc.lab.sweeps.results import SweepResults, read_sweep
 from megasdc.lab.sweeps.sweep import CHECKPOINTS
 from megasdc.lab.sweeps.sweep_file import HEALTHY
@@ -105,6 +108,58 @@ def render(runs: Sequence[TunedRun]) -> str:
     return "\n".join(lines)
 
 
+def render_seeds(runs: Sequence[TunedRun]) -> str:
+    """A table in Markdown with a row a cell and node, over the seeds with which it is done; empty with one seed alone.
+
+    ``mean ± standard deviation`` of what is known of each seed; losses and accuracy are against the healthy run of the
+    same seed, accuracy in points.
+    """
+    if len({one.seed for one in runs}) < 2:
+        return ""
+    healthy = {(one.cell, one.seed): one for one in runs if one.node == HEALTHY}
+    lines = [
+        "| cell | node | done | final loss | validation loss | spikes | accuracy | against healthy | disagreement |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell, node in dict.fromkeys((one.cell, one.node) for one in runs):
+        all_seeds = [one for one in runs if (one.cell, one.node) == (cell, node)]
+        pairs = [
+            (one, healthy[cell, one.seed]) for one in all_seeds if one.status == DONE and (cell, one.seed) in healthy
+        ]
+        values = [
+            f"{len(pairs)} of {len(all_seeds)}",
+            _spread([_rise(one.final_loss, base.final_loss) for one, base in pairs], "+.2f"),
+            _spread([_rise(one.eval_loss, base.eval_loss) for one, base in pairs], "+.2f"),
+            str(sum(len(one.spikes) for one, _ in pairs)),
+            _spread([_percent(one.accuracy) for one, _ in pairs], ".1f"),
+            _spread([_points(one.accuracy, base.accuracy) for one, base in pairs], "+.1f", unit=""),
+            _spread([_percent(one.disagreement) for one, _ in pairs], ".1f"),
+        ]
+        lines.append(f"| {' | '.join([cell, node, *values])} |")
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _rise(loss: float | None, healthy: float | None) -> float | None:
+    return None if loss is None or healthy is None else 100 * relative_increase(loss, healthy)
+
+
+def _points(accuracy: float | None, healthy: float | None) -> float | None:
+    return None if accuracy is None or healthy is None else 100 * (accuracy - healthy)
+
+
+def _spread(values: Sequence[float | None], digits: str, unit: str = " %") -> str:
+    """``mean ± standard deviation``, the mean alone of one value, "-" of none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    deviation = f" ± {stdev(known):{digits.removeprefix('+')}}" if len(known) > 1 else ""
+    return f"{fmean(known):{digits}}{deviation}{unit}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -120,7 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     questions = read_questions(options.questions) if options.questions else []
     with stdout_to_stderr():
         runs = tuned_runs(results, questions, options.ask)
-    print(json.dumps([asdict(one) for one in runs], indent=2) if options.json else render(runs))
+    if options.json:
+        print(json.dumps([asdict(one) for one in runs], indent=2))
+    else:
+        print("\n\n".join(filter(None, (render(runs), render_seeds(runs)))))
 
 
 if __name__ == "__main__":

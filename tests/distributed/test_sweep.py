@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import subprocess
@@ -24,9 +25,11 @@ from megasdc.lab.studies.choices import evaluate_choices
 from megasdc.lab.sweeps.ma_tables import node_tables
 from megasdc.lab.sweeps.results import read_sweep
 from megasdc.lab.sweeps.sweep import alone, gather, open_sweep, run_sweep
+from tools.identifier_task import write_task
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(240)]
 
+ROOT = Path(__file__).resolve().parents[2]
 LR = "optimizer.params.lr"
 NODE = {"name": "n", "profile": "node_11", "seed": 1}
 
@@ -268,6 +271,37 @@ def _check_tuned_runs(out: Path, rows: dict[tuple[str, str], dict[str, Any]], qu
     assert table["before", "nans"]["spikes"], "a loss that is not a number is a spike"
     wrong = StartedCommand("tools.finetune_table", [*options[:-1], "nothing"]).wait(200)
     assert wrong.returncode == 70 and "there is no cell 'nothing'; there are before" in wrong.stderr
+
+
+def test_fine_tuning_as_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Size smoke of the shipped sweep: weights of a node go on, healed too; a table of its answers to the task."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    made = write_task(Path("prepared/identifiers"), Path(email.__file__).parent, held_out=10)
+    assert made["questions.jsonl"] == 40
+    out = tmp_path / "out"
+    done = run_sweep(open_sweep(Path("configs/sweeps/ma_finetune.json"), "smoke", out), 2, progress=False)
+    assert done.done == done.planned == 10
+    rows = {(row["cell"], row["node"]): row for row in read_sweep(out).rows}
+    assert {row["status"] for row in rows.values()} == {"done"}
+    options = ["--questions", "prepared/identifiers/questions.jsonl", "--ask", "task, healed"]
+    said = StartedCommand("tools.finetune_table", [str(out), *options]).wait(200)
+    assert said.returncode == 0, said.stderr
+    lines = [line.strip("| ").split(" | ") for line in said.stdout.splitlines()[2:]]
+    table = {(line[0], line[1]): line for line in lines}
+    assert len(lines) == 10
+    assert {place: line[4] for place, line in table.items()} == {
+        place: f"{row['final_loss']:.4f}" for place, row in rows.items()
+    }
+    asked = [table["task, healed", node] for node in ("healthy", "node_11")]
+    assert [line for line in lines if line[7] != "-"] == asked
+    assert asked[0][8] == "0.0 %" and all(" to " in line[7] for line in asked)
+    for row in rows.values():
+        assert row["final_loss"] < losses_of(out, row["run_id"])[0][1]
+    for corpus in ("other corpus", "task"):  # a node errs in fine-tuning too; a healthy run is the same, healed or not
+        here, healed = (f"{corpus}, {how}" for how in ("on the node", "healed"))
+        assert len({rows[cell, "healthy"]["run_id"] for cell in (here, healed)}) == 1
+        assert len({rows[cell, node]["final_loss"] for cell in (here, healed) for node in ("healthy", "node_11")}) == 3
 
 
 NODES_OF_TABLE = ("healthy", "wrong", "nans")

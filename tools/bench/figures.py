@@ -2,8 +2,9 @@
 
 ``docs/results/data/NAME.json`` holds what a benchmark wrote with ``--out``, less its single trials. A page has its
 tables between the lines ``<!-- figures NAME:begin -->`` and ``<!-- figures NAME:end -->``, and figures within sentences
-between ``<!--=NAME:PATH-->`` and ``<!--=-->``, with PATH into that file. What is measured by hand, or was before these
-files existed, is in ``transcribed.json``, paragraph by paragraph; a number anywhere else is refused.
+between ``<!--=NAME:PATH-->`` and ``<!--=-->``, with PATH into that file. Between ``<!-- figures conditions:begin -->``
+and its end stand conditions of sweeps, from their files. What is measured by hand, or was before these files existed,
+is in ``transcribed.json``, paragraph by paragraph; a number anywhere else is refused.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 
 from megasdc.common.errors import DataError
 from megasdc.config.table import with_tables
+from tools.bench import conditions
 from tools.bench.machine import ROOT
 
 DATA = ROOT / "docs" / "results" / "data"
-TRANSCRIBED = "transcribed"
+TRANSCRIBED, CONDITIONS = "transcribed", "conditions"
 PAGES = ("README.md", *(str(page.relative_to(ROOT)) for page in sorted(DATA.parent.glob("*.md"))))
 LONGEST = 60
 """Longest list of a result that is kept in a data file; longer ones are single trials."""
@@ -110,6 +112,8 @@ def _look_up(name: str, path: str) -> str:
 
 def _render(name: str) -> str:
     """A result's tables and lines as markdown, and where they are from; of NAME/NUMBER one table alone."""
+    if name == CONDITIONS:
+        return conditions.render()
     name, _, only = name.partition("/")
     found = _load(name)
     parts = found["report"] if not only else [_table_of(found["report"], name, int(only))]
