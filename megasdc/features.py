@@ -379,9 +379,11 @@ def _local_sgd(start: Start, writer: MetricsWriter | None, detection: StepChecke
     section = start.sections.local_sgd
     if section.replicas is None:
         return None
+    from megasdc.train.detection.finding_policy import Incidents
     from megasdc.train.local_sgd import LocalSgd
 
     hook = LocalSgd(section, start.run, start.sections.parallel.timeout_s, writer)
+    hook.incidents = Incidents(start.config, start.run)
     if detection is not None and detection.chain is not None:
         hook.changed = detection.chain.restart
     return hook

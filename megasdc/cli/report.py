@@ -31,7 +31,8 @@ def report(
         input_argument(
             DataError,
             metavar="PATH...",
-            help="A run folder; several, which are compared; a study; a sweep; results of DropCompute (JSON).",
+            help="A run folder, or that of replicas; several, which are compared; a study; a sweep; results of "
+            "DropCompute (JSON).",
         ),
     ],
     out: Annotated[

@@ -354,13 +354,13 @@ def top(
     """
     from megasdc.common.program import output_console
     from megasdc.ops.top.command import wait_for_run, watch_run
+    from megasdc.ops.top.replicas import watcher_of
     from megasdc.ops.top.screen import Screen
-    from megasdc.ops.top.view import RunWatcher
 
     console = output_console()
     if as_json:
-        print_text(RunWatcher(run_dir).read(), as_json)
+        print_text(watcher_of(run_dir).read(), as_json)
     elif once or not console.is_terminal:
-        console.print(Screen(RunWatcher(run_dir).read()))
+        console.print(Screen(watcher_of(run_dir).read()))
     else:
         watch_run(wait_for_run(run_dir, console), console, interval)

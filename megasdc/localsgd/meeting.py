@@ -168,7 +168,9 @@ class MeetingServer:
         self._wait(connection, lambda: meeting.plan is None and meeting.round >= report.round)
         made = meeting.made.get(report.round)
         wrong = {} if made is None else made.left_out
-        told = {"left_out": wrong.get(replica, "it was late"), "wrong": replica in wrong}
+        told: dict[str, Any] = {"left_out": wrong.get(replica, "it was late"), "wrong": replica in wrong}
+        if made is not None and replica in made.looks:
+            told["look"] = asdict(made.looks[replica])
         return self._or_failed({**told, **self._newest(replica)})
 
     def _have(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
@@ -184,10 +186,13 @@ class MeetingServer:
         if not self._failed and not is_closed():
             meeting.close(now=True)
         self._changed.notify_all()
-        members = meeting.made[number].members if number in meeting.made else ()
+        made = meeting.made.get(number)
+        members = made.members if made is not None else ()
         if not members or not received.issuperset(members):
             return self._or_failed({"left_out": "it could not fetch what the others have", **self._newest(replica)})
-        return self._or_failed({"members": list(members), **self._threshold()})
+        assert made is not None, "it has members"
+        without = {"left_out": dict(made.left_out), "absent": list(made.absent)}
+        return self._or_failed({"members": list(members), "without": without, **self._threshold()})
 
     def _agree(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         self._meeting.agree(int(fields["round"]), str(fields["digest"]))

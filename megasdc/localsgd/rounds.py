@@ -24,6 +24,7 @@ from typing import Any
 from megasdc.common.durable import parse_json
 from megasdc.common.errors import ConfigError
 from megasdc.localsgd.round_clock import Done, RoundWindow, Times
+from megasdc.sdc.incident import RoundLook
 
 ROUNDS_FILE = "rounds.jsonl"
 """File in the folder of a launch of replicas with a line for each round."""
@@ -76,11 +77,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who takes part in a round, once that is fixed; ``left_out``: why others do not, by replica."""
+    """Who takes part in a round, once it is fixed; ``left_out``: why others do not, ``looks``: at these, by replica."""
 
     round: int
     members: Mapping[int, Report]
     left_out: Mapping[int, str]
+    looks: Mapping[int, RoundLook] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Round:
     """A round that has been agreed on, as it is recorded.
 
     ``seconds``: since the one before, by the meeting's clock; ``left_out``: why reports were not used, by replica;
-    ``absent``: replicas that were waited for, or not there.
+    ``absent``: replicas that were waited for, or not there; ``looks``: what was looked at of those in ``left_out``;
+    empty: of an earlier version.
     """
 
     round: int
@@ -100,6 +103,22 @@ class Round:
     left_out: Mapping[int, str]
     absent: tuple[int, ...]
     seconds: float
+    looks: Mapping[int, RoundLook] = field(default_factory=dict)
+
+    @staticmethod
+    def of(raw: Mapping[str, Any]) -> Round:
+        """A line of ``rounds.jsonl``.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: it is none.
+        """
+        by_replica = {
+            name: {int(replica): one for replica, one in raw[name].items()}
+            for name in ("tokens", "steps", "micro_batches", "norms", "left_out")
+        }
+        places = {"members": tuple(raw["members"]), "absent": tuple(raw["absent"])}
+        looks = {int(replica): RoundLook.of(one) for replica, one in raw.get("looks", {}).items()}
+        return Round(**{**raw, **by_replica, **places, "looks": looks})
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values for a line of JSON."""
@@ -116,19 +135,35 @@ def read_rounds(path: Path | str) -> dict[int, Round]:
     found: dict[int, Round] = {}
     try:
         for text in Path(path).read_text(encoding="utf-8").splitlines():
-            raw = parse_json(text)
-            by_replica = {
-                name: {int(replica): one for replica, one in raw[name].items()}
-                for name in ("tokens", "steps", "micro_batches", "norms", "left_out")
-            }
-            places = {"members": tuple(raw["members"]), "absent": tuple(raw["absent"])}
-            found[raw["round"]] = Round(**{**raw, **by_replica, **places})
+            one = Round.of(parse_json(text))
+            found[one.round] = one
     except OSError as error:
         raise ConfigError(
             f"{place}: {path} cannot be read ({error.strerror}); name the rounds.jsonl of a run."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{place}: {path} is no file of rounds ({error}); name the rounds.jsonl of a run.") from error
+    return found
+
+
+def recorded_rounds(path: Path) -> list[Round]:
+    """Rounds that a launch has recorded so far, in order, as far as they can be read; empty: it has recorded none.
+
+    A run that goes on from a checkpoint records rounds again: what was recorded of these and of later ones is dropped.
+    """
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError:
+        return []
+    found: list[Round] = []
+    for line in lines:
+        try:
+            one = Round.of(parse_json(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # it is being written, or its writer was killed
+        while found and found[-1].round >= one.round:
+            found.pop()
+        found.append(one)
     return found
 
 
@@ -205,6 +240,21 @@ class _Replica:
     there: bool = False
     doors: Doors = ()
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+def look_at(replica: int, reports: Mapping[int, Report], own: Collection[float]) -> RoundLook:
+    """What ``judge`` looks at of a replica; ``own``: norms of its last rounds."""
+    report = reports[replica]
+    usual = Counter(one.digest for one in reports.values()).most_common(1)[0][0]
+    return RoundLook(
+        finite=report.finite,
+        as_others=report.digest == usual,
+        norm=report.norm,
+        others={other: one.norm for other, one in reports.items() if other != replica},
+        own_rounds=len(own),
+        own_mean=statistics.fmean(own) if own else None,
+        own_deviation=statistics.pstdev(own) if own else None,
+    )
 
 
 class Meeting:
@@ -322,7 +372,7 @@ class Meeting:
             if self._reports.keys() >= needed:
                 members = {replica: self._reports[replica] for replica in again.members}
                 wrong = {replica: reason for replica, reason in again.left_out.items() if replica in self._reports}
-                self.plan, self._received = Plan(self.round + 1, members, wrong), {}
+                self.plan, self._received = Plan(self.round + 1, members, wrong, self._looks(wrong)), {}
             return
         waits = [replica for replica in self.there if replica not in self._reports]
         if waits and self._clock() < self._first_at + self.deadline_s:
@@ -333,8 +383,11 @@ class Meeting:
             raise NothingLeftError("; ".join(f"replica {replica}: {reason}" for replica, reason in wrong.items()))
         if len({one.digest for one in members.values()}) > 1:
             raise NothingLeftError(f"replicas {sorted(members)} have begun round {self.round + 1} with other weights")
-        self.plan = Plan(self.round + 1, dict(sorted(members.items())), wrong)
+        self.plan = Plan(self.round + 1, dict(sorted(members.items())), wrong, self._looks(wrong))
         self._received = {}
+
+    def _looks(self, wrong: Collection[int]) -> dict[int, RoundLook]:
+        return {replica: look_at(replica, self._reports, self._of[replica].norms) for replica in wrong}
 
     def have(self, replica: int, received: Collection[int]) -> None:
         """A member has the weights of these replicas, its own among them, on all of its ranks."""
@@ -367,6 +420,7 @@ class Meeting:
             dict(plan.left_out),
             (*absent, *(one for one in plan.members if one not in members)),
             ended_at - self._begun_at,
+            dict(plan.looks),
         )
         for replica, one in used.items():
             self._of[replica].norms.append(one.norm)

@@ -50,7 +50,9 @@ def export_metrics(run_dir: Path, to: str, out: Path, on_progress: OnProgress) -
     """
     rows = read_metrics(run_dir)
     if not rows:
-        raise DataError(f"{run_dir} has no metrics: {METRICS_FILE} is absent or holds no whole line")
+        replicas = any(run_dir.glob(f"replica_*/{METRICS_FILE}"))
+        more = "; give one of its folders replica_K" if replicas else ""
+        raise DataError(f"{run_dir} has no metrics: {METRICS_FILE} is absent or holds no whole line{more}")
     if to == "wandb" and not is_installed("wandb"):
         raise LaunchError("the package wandb is not installed; run `pip install wandb`")
     if out.is_dir() and any(out.iterdir()):
@@ -79,7 +81,9 @@ def _csv(run_dir: Path, out: Path) -> Sink:
 
 def _prometheus(run_dir: Path, out: Path) -> Sink:
     identity = read_identity(run_dir)
-    return PrometheusSink(_run_name(run_dir), 0 if identity is None else identity.attempt)
+    section = _config(run_dir).get("megasdc", {}).get("local_sgd") or {}
+    replica = section.get("replica") if section.get("replicas") else None
+    return PrometheusSink(_run_name(run_dir), 0 if identity is None else identity.attempt, replica=replica)
 
 
 def _wandb(run_dir: Path, out: Path) -> Sink:

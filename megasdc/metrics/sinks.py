@@ -189,6 +189,7 @@ class PrometheusSink(Sink):
         run: id of the run.
         attempt: number of this start.
         address: ``HOST:PORT`` at which ``/metrics`` is served, by a thread; None: nowhere.
+        replica: number of this replica of Local-SGD, a further label; None: there are none.
 
     Raises:
         OSError: the address cannot be bound.
@@ -196,10 +197,10 @@ class PrometheusSink(Sink):
 
     name = "prometheus"
 
-    def __init__(self, run: str, attempt: int, address: str | None = None) -> None:
+    def __init__(self, run: str, attempt: int, address: str | None = None, replica: int | None = None) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self._run = run
+        self._labels = {"run": run} if replica is None else {"run": run, "replica": str(replica)}
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._set(f"{PREFIX}attempt", "number of this start of the run", attempt)
@@ -219,8 +220,8 @@ class PrometheusSink(Sink):
         from prometheus_client import Gauge
 
         if name not in self._gauges:
-            self._gauges[name] = Gauge(name, meaning, ["run"], registry=self._registry)
-        self._gauges[name].labels(self._run).set(value)
+            self._gauges[name] = Gauge(name, meaning, list(self._labels), registry=self._registry)
+        self._gauges[name].labels(**self._labels).set(value)
 
     def text(self) -> bytes:
         """All gauges in Prometheus' text format."""
@@ -299,6 +300,9 @@ def _describe(content: dict[str, Any]) -> tuple[str, str]:
         return str(content["kind"]), str(content.get("message", ""))
     suspects = content.get("flagged") or content.get("disputed") or []
     ranks = ", ".join(f"rank {one['rank']} on {one['host']}" for one in suspects)
+    if (of_round := content.get("round")) is not None:
+        where = f"round {of_round['round']} without replica {of_round['replica']} ({ranks})"
+        return "silent data corruption", f"step {content['step']}, {where}: {of_round['reason']}; {content['done']}"
     named = "named as wrong" if content.get("flagged") else "differ, and one of them is wrong"
     text = f"step {content['step']}, {content['tier']}: {ranks} {named}; {content['verdict']}, {content['done']}"
     return "silent data corruption", text

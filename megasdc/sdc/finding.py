@@ -19,7 +19,15 @@ import torch
 from megasdc.common.addresses import Address
 from megasdc.parallel.collectives import gather_objects
 from megasdc.sdc.host import Host
-from megasdc.sdc.incident import DisputedRank, FlaggedRank, Opinion, RankPlace, how_often, place_of
+from megasdc.sdc.incident import (
+    DisputedRank,
+    FlaggedRank,
+    Opinion,
+    RankPlace,
+    RoundEvidence,
+    how_often,
+    place_of,
+)
 from megasdc.sdc.trace import Counts
 from megasdc.sdc.verdict import INCONCLUSIVE, INTERMITTENT, NOT_REPRODUCED, PERSISTENT, RankVerdict
 
@@ -27,6 +35,8 @@ SEVEREST = (PERSISTENT, INTERMITTENT, INCONCLUSIVE, NOT_REPRODUCED)
 """Verdicts by falling severity; the most severe of a finding is its incident's."""
 DONE = {"warn": "committed", "repair": "repaired", "isolate": "isolated", "halt": "halted"}
 """Action as an incident reports it, by the policy's name, in the order of rising severity."""
+LEAVE_OUT = "leave out"
+"""What a round of Local-SGD does with a wrong replica, whatever the policy."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,8 @@ class Finding:
 
     ``tier``: name of the check; ``micro_batch``: number of the micro-batch, None: of none; ``compared``: number of
     results compared, over all ranks; ``differing``: number of differing results, by phase, submodule and rank;
-    ``opinions``: the referee's opinions; ``unrepaired``: why a repair of the finding would not repair the step.
+    ``opinions``: the referee's opinions; ``unrepaired``: why a repair of the finding would not repair the step;
+    ``round``: the round of Local-SGD that was made without this replica.
     """
 
     tier: str
@@ -45,6 +56,7 @@ class Finding:
     differing: Counts = field(default_factory=dict)
     opinions: tuple[Opinion, ...] = ()
     unrepaired: str = ""
+    round: RoundEvidence | None = None
 
     @property
     def worst(self) -> RankVerdict:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -149,6 +149,55 @@ class IncidentEvidence:
 
 
 @dataclass(frozen=True)
+class RoundLook:
+    """What was looked at of a replica that was left out as wrong.
+
+    Args:
+        finite: whether all of its weights were.
+        as_others: whether it had begun the round with the same weights as most others.
+        norm: 2-norm of its outer gradient, of what is finite in it.
+        others: the same of the other replicas that have reported, by replica.
+        own_rounds: number of its own last rounds whose norms are known.
+        own_mean: their mean; None: there are none.
+        own_deviation: their standard deviation; None: there are none.
+    """
+
+    finite: bool
+    as_others: bool
+    norm: float
+    others: Mapping[int, float]
+    own_rounds: int
+    own_mean: float | None
+    own_deviation: float | None
+
+    @staticmethod
+    def of(raw: Mapping[str, Any]) -> RoundLook:
+        """As it is in JSON, whose keys are text.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        return RoundLook(**{**raw, "others": {int(other): norm for other, norm in raw["others"].items()}})
+
+
+@dataclass(frozen=True)
+class RoundEvidence:
+    """A replica that a round of Local-SGD was made without, since it was wrong.
+
+    Args:
+        replica: its number, the first is 0.
+        round: number of the round, the first is 1.
+        reason: why, in words.
+        look: what was looked at; None: not known.
+    """
+
+    replica: int
+    round: int
+    reason: str
+    look: RoundLook | None = None
+
+
+@dataclass(frozen=True)
 class Environment:
     """Software versions, layout and precision of the run.
 
@@ -201,7 +250,8 @@ class Incident:
         verdict: verdict of the incident, the worst of several flagged ranks'.
         basis: evidence by which the correct value is known.
         done: what was done; isolated: the others went on without the replicas of the flagged ranks; repaired: the step
-            was rerun, ranks agreed, and the result was used; committed: nothing.
+            was rerun, ranks agreed, and the result was used; committed: nothing; left out: a round of Local-SGD was
+            made without this replica, which has taken over what the others agreed on.
         flagged: ranks named as wrong.
         disputed: ranks that differ without being named.
         opinions: the referee's, of results that ranks disagree on.
@@ -214,6 +264,7 @@ class Incident:
         script: the guarded script; None: the run is megasdc's own.
         launch: id of the launch; None: without ``megasdc launch``, or of an earlier version.
         attempt: number of the start of the run; None: not counted, or of an earlier version.
+        round: of tier round, the round that was made without this replica; None: another tier.
 
     Raises:
         ValueError: no rank is flagged and none disputed, one is below 0, or the time is none.
@@ -240,6 +291,7 @@ class Incident:
         "norm",
         "clipping",
         "copy",
+        "round",
     ]
     verdict: Literal["persistent", "intermittent", "not_reproduced", "inconclusive"]
     basis: Literal[
@@ -260,9 +312,10 @@ class Incident:
         "parts of the norm",
         "own norm",
         "own digest",
+        "rounds of all replicas",
     ]
-    policy: Literal["halt", "isolate", "repair", "warn"]
-    done: Literal["halted", "isolated", "repaired", "committed"]
+    policy: Literal["halt", "isolate", "repair", "warn", "leave out"]
+    done: Literal["halted", "isolated", "repaired", "committed", "left out"]
     flagged: tuple[FlaggedRank, ...]
     disputed: tuple[DisputedRank, ...]
     ranks: tuple[RankPlace, ...]
@@ -278,6 +331,7 @@ class Incident:
     script: Script | None = None
     launch: str | None = None
     attempt: int | None = None
+    round: RoundEvidence | None = None
     format: Literal["megasdc.incident.v1"] = field(default="megasdc.incident.v1", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -327,6 +381,8 @@ class Incident:
     @property
     def what_to_do(self) -> list[Instruction]:
         """Instructions for the engineer, in order."""
+        if self.round is not None:
+            return [_of_round(self, self.round), _verify_hosts(self), _go_on(self)]
         would_decide = [] if self.flagged or self.owners else [_what_would_decide(self)]
         return [_leave_out(self), _verify_hosts(self), *would_decide, _go_on(self)]
 
@@ -409,6 +465,18 @@ def _what_would_decide(incident: Incident) -> Instruction:
         "itself; a golden trace, recorded on trusted hosts and named in megasdc.sdc.golden, tells who is right.",
         (f"megasdc golden record --config {config} --out trusted.golden",),
     )
+
+
+def _of_round(incident: Incident, found: RoundEvidence) -> Instruction:
+    """Instruction on a replica that a round of Local-SGD was made without."""
+    hosts = " and ".join(incident.hosts)
+    text = (
+        f"Replica {found.replica} trains on from what the others have agreed on. If it is left out again, exclude "
+        f"{hosts} until verified"
+    )
+    if incident.injected:
+        text = f"{INJECTED} ({', '.join(incident.injected)}). {text}"
+    return Instruction(f"{text}; if others are left out too, look at the learning rate and the data.")
 
 
 def _leave_out(incident: Incident) -> Instruction:
@@ -538,6 +606,7 @@ _DONE = {
     "isolated": "training continues without its replica",
     "repaired": "the work was redone and training continues",
     "committed": "training continues with it",
+    "left out": "the others went on without it, and it has taken over what they agreed on",
 }
 WRITTEN = ("state", "update")
 """Checks of which a finding is put right by writing what is right, where other work is redone."""
@@ -548,7 +617,13 @@ _HELD = ("state", "parameters", "copies", "copy")
 def headline(incident: Incident) -> str:
     """One sentence with what happened, where and when."""
     when = f"Step {incident.step}{which_micro_batch(incident.micro_batch)}"
-    if incident.flagged:
+    if incident.round is not None:
+        ranks = " and ".join(f"{one.rank} on host {one.host}" for one in incident.suspects)
+        what = (
+            f"round {incident.round.round} was made without replica {incident.round.replica} (rank"
+            f"{'s' * (len(incident.suspects) > 1)} {ranks}): {incident.round.reason}"
+        )
+    elif incident.flagged:
         verb = "holds" if incident.tier in _HELD else "computed"
         places = [(one, place_of(incident.tier, one.first)) for one in incident.flagged]
         what = "; ".join(

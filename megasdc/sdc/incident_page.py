@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.common.durable import write_when_room
@@ -26,6 +27,7 @@ from megasdc.sdc.incident import (
     Incident,
     Opinion,
     RankPlace,
+    RoundEvidence,
     StepFate,
     headline,
     how_often,
@@ -62,6 +64,7 @@ _TIERS = {
     "clipping": "the clipping of the gradient: a rank used another factor",
     "copy": "the parameters that were gathered: they are not their owner's masters in the model's type",
     "golden": "the golden workload, which ranks computed beside the run: a result is not that of trusted hardware",
+    "round": "the look at outer gradients before a round of Local-SGD: this replica's cannot be used",
 }
 _NOT_REPEATED = "Not reproduced: found once, in what cannot be repeated."
 _VERDICTS = {
@@ -88,6 +91,8 @@ _BASES = {
     "own digest": "Right is what the rank itself had left there after the last step; it is lost.",
     "master shard": "Right is what the owners of the parameters keep in their fp32 master shards.",
     "copies on tensor ranks": "Right is what most tensor ranks hold of parameters that all of them hold whole.",
+    "rounds of all replicas": "What is right is not known: weights are not those that all replicas began with, not "
+    "finite, or their distance from them is far from the other replicas' and from its own of earlier rounds.",
 }
 _ENDS = f"all ranks end with exit code {CorruptionError.exit_code}."
 _OUTCOMES = {
@@ -97,6 +102,8 @@ _OUTCOMES = {
     "repaired": "The work was redone, all ranks agreed, and that result was used; training continues.",
     "committed": "The step was committed as it was, with what is wrong in it; training continues, and no checkpoint "
     "saved from then on will be verified.",
+    "left out": "The round was made of the other replicas' weights alone. This one has taken them over, its moments "
+    "have begun anew, and it takes part in later rounds.",
 }
 
 
@@ -156,9 +163,10 @@ def report_paths(run_dir: Path | str, step: int) -> tuple[Path, Path]:
 
 def incident_page(incident: Incident, json_name: str) -> Page:
     """The page; ``json_name``: of the JSON file beside it."""
+    policy = f"policy {incident.policy}, " if incident.round is None else ""
     sentences = [
         _outcome(incident),
-        f"Run {incident.run_dir}, policy {incident.policy}, found by {_TIERS[incident.tier]}.",
+        f"Run {incident.run_dir}, {policy}found by {_TIERS[incident.tier]}.",
         *([f"{INJECTED}."] if incident.injected else []),
     ]
     return Page(
@@ -169,7 +177,7 @@ def incident_page(incident: Incident, json_name: str) -> Page:
         sections=[
             PageSection("What to do", steps=[Fold(one.text, "\n".join(one.commands)) for one in incident.what_to_do]),
             _summary(incident),
-            *_evidence(incident),
+            *(_evidence(incident) if incident.round is None else ()),
             _earlier(incident),
             *_environment(incident, json_name),
         ],
@@ -177,6 +185,8 @@ def incident_page(incident: Incident, json_name: str) -> Page:
 
 
 def _summary(incident: Incident) -> PageSection:
+    if incident.round is not None:
+        return _summary_of_round(incident, incident.round)
     told = _VERDICTS[incident.verdict]
     if incident.verdict == "not_reproduced" and not any(one.repeats for one in incident.flagged):
         told = _NOT_REPEATED
@@ -203,6 +213,36 @@ def _summary(incident: Incident) -> PageSection:
         Table("disputed", (*_PLACE, "first result that differs", "got"), disputed, title=title),
     ]
     return PageSection("What is known", [told], tables=tables)
+
+
+def _summary_of_round(incident: Incident, found: RoundEvidence) -> PageSection:
+    """What was looked at of a replica of Local-SGD, with the numbers."""
+    ranks = Table(
+        "replica", _PLACE, [_place(one) for one in incident.suspects], title=f"Ranks of replica {found.replica}"
+    )
+    told = [f"Replica {found.replica}, round {found.round}: {found.reason}.", _BASES[incident.basis]]
+    if (look := found.look) is None:
+        return PageSection("What is known", told, tables=[ranks])
+    others = sorted(look.others.values())
+    rows: list[tuple[object, ...]] = [
+        ("weights", "finite" if look.finite else "NaN or Inf", "finite"),
+        ("weights at the round's beginning", "as most" if look.as_others else "others", "those of most replicas"),
+    ]
+    norm = f"{look.norm:.6g}" + ("" if look.finite else ", of what is finite")
+    if others:
+        span = f"median {median(others):.6g} of {len(others)}, from {others[0]:.6g} to {others[-1]:.6g}"
+        rows.append(("norm of the outer gradient", norm, f"other replicas: {span}"))
+    if look.own_mean is not None and look.own_deviation is not None:
+        rows.append(
+            (
+                "norm of the outer gradient",
+                norm,
+                f"its last {look.own_rounds} rounds: mean {look.own_mean:.6g}, standard deviation "
+                f"{look.own_deviation:.3g}",
+            )
+        )
+    looked = Table("looked_at", ("what was looked at", "this replica", "compared with"), rows, searched=False)
+    return PageSection("What is known", told, tables=[looked, ranks])
 
 
 def _evidence(incident: Incident) -> Iterator[PageSection]:

@@ -16,7 +16,7 @@ from megasdc.common.user_code import alert
 from megasdc.config.detection import PolicySection
 from megasdc.events import read_events
 from megasdc.parallel.collectives import gather_objects
-from megasdc.sdc.finding import DONE, Finding, Suspects, describe_ruling
+from megasdc.sdc.finding import DONE, LEAVE_OUT, Finding, Suspects, describe_ruling
 from megasdc.sdc.host import Host
 from megasdc.sdc.incident import Incident, IncidentEvidence, RankPlace
 from megasdc.sdc.incident_page import write_incident
@@ -48,7 +48,7 @@ def report_finding(
     """Report a finding, also to the suspects: an event for each ruling, and the incident, for which an alert is sent.
 
     Args:
-        action: action that follows, one of the keys of ``DONE``.
+        action: action that follows, one of the keys of ``DONE``, or ``LEAVE_OUT``.
         alert_command: see ``megasdc.common.user_code``.
 
     Returns:
@@ -92,7 +92,7 @@ def _incident(
         verdict=found.worst.verdict,  # type: ignore[arg-type]
         basis=found.worst.basis,  # type: ignore[arg-type]
         policy=action,  # type: ignore[arg-type]
-        done=DONE[action],  # type: ignore[arg-type]
+        done={**DONE, LEAVE_OUT: "left out"}[action],  # type: ignore[arg-type]
         flagged=found.flagged(ranks, step),
         disputed=found.disputed(ranks, step),
         ranks=tuple(ranks),
@@ -102,6 +102,7 @@ def _incident(
         not_read=tuple(gaps),
         launch=this_launch(),
         attempt=host.events.origin.attempt,
+        round=found.round,
         **fields,
     )
 

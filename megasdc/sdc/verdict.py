@@ -47,6 +47,8 @@ PERSISTENT, INTERMITTENT, NOT_REPRODUCED, INCONCLUSIVE = "persistent", "intermit
 MAJORITY, GOLDEN, REPLAY, REFEREE = "relative to the majority", "golden trace", "replay", "referee"
 OWN_CODE = "own code in fp64"
 """Basis of rulings where a submodule's own code in fp64 tells which of its results is wrong."""
+ROUNDS = "rounds of all replicas"
+"""Basis of the finding that a replica of Local-SGD is left out of a round."""
 ELSEWHERE, FILE, FOLLOWS = "own results elsewhere", "file of the data", "step and decisions"
 """Bases of rulings: the rank's results with elements in other places on the same device, the data file, and the step
 and the decisions from which a place in the data follows."""

@@ -60,7 +60,7 @@ from megasdc.train.build_engine import build_training_engine, check_memory_here
 from megasdc.train.checkpointer import checkpoint_folder
 from megasdc.train.isolation import SurvivingRanks
 from megasdc.train.process import StartClock, prepare_cpu
-from megasdc.train.report import FILE_SINKS, sink_folder
+from megasdc.train.report import FILE_SINKS, replica_of, sink_folder
 from megasdc.train.resume import resume
 from megasdc.train.signals import StopSignals
 
@@ -271,7 +271,7 @@ def _check_host(config: RunConfig, launch_size: int | None) -> tuple[BatchLayout
     check_memory_here(config, layout, manifests[0].tokenizer.vocab_size)
     prepare_run_folder(Path(sections.logging.run_dir))
     if int(os.environ.get("RANK", "0")) == 0:
-        prepare_sink_folders(config.deepspeed)
+        prepare_sink_folders(config.deepspeed, replica_of(config))
     prepare_cpu(sections.parallel.threads)
     set_deterministic(sections.determinism)
     return layout, manifests
@@ -449,10 +449,10 @@ def _report_unchecked(section: DataSection, manifests: list[DataManifest], event
             events.emit("data", "unchecked", folder=folder, format_version=manifest.format_version)
 
 
-def prepare_sink_folders(deepspeed: dict[str, Any]) -> None:
+def prepare_sink_folders(deepspeed: dict[str, Any], replica: int | None = None) -> None:
     """Create the folders of sinks that write files; call on rank 0. StorageError: one cannot be written."""
     for key in FILE_SINKS:
-        if (folder := sink_folder(deepspeed, key)) is not None:
+        if (folder := sink_folder(deepspeed, key, replica)) is not None:
             prepare_run_folder(folder, f"{key}.output_path")
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from megasdc.common.addresses import UPDATE, Address
 from megasdc.common.errors import CheckpointError, ConfigError, LaunchError
 from megasdc.config.local_sgd import AGREED_WEIGHTS, AUTO, INFINITE, LOCAL_SGD, NESTEROV, LocalSgdSection
 from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
@@ -36,6 +37,10 @@ from megasdc.optim.bounds import MomentumReset
 from megasdc.optim.zero1 import master_partitions
 from megasdc.parallel.collectives import Field, gather_objects
 from megasdc.parallel.rendezvous import ROUNDS_VARIABLE, launch_secret, own_address_for_ranks
+from megasdc.sdc.finding import LEAVE_OUT, Finding, Suspects
+from megasdc.sdc.incident import RoundEvidence, RoundLook
+from megasdc.sdc.verdict import INCONCLUSIVE, ROUNDS, RankVerdict
+from megasdc.train.detection.finding_policy import Incidents
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +62,7 @@ class LocalSgd(Hook):
 
     Attributes:
         changed: called after the weights have changed between two steps.
+        incidents: reports that this replica was left out as wrong; None: only its event says it.
 
     Raises:
         ConfigError: the launch has no secret.
@@ -78,6 +84,7 @@ class LocalSgd(Hook):
         self._agreed = Agreed(master_partitions(run.engine.optimizer), self._rule)
         self._round, self._digest = run.step // section.every, ""
         self._tokens = self._steps = self._micro_batches = 0
+        self._waited_s = 0.0
         replayed = None if section.replay_rounds is None else work_of(read_rounds(section.replay_rounds), self._replica)
         given = section.threshold
         self._clock = RoundClock(math.inf if isinstance(given, str) else given, replayed)
@@ -88,6 +95,8 @@ class LocalSgd(Hook):
         self._door: ShardDoor | None = None
         self._line: MeetingLine | None = None
         self.changed: Callable[[], None] = lambda: None
+        self.incidents: Incidents | None = None
+        self._suspects = Suspects()
 
     def _build_gate(self) -> ReplicaGate | None:
         """The gate that stops a local step; None: a round ends with a whole step, since more than one rank decides."""
@@ -110,6 +119,7 @@ class LocalSgd(Hook):
 
         Collective: all ranks of the world.
         """
+        self._suspects.on_start(run)
         meeting = os.environ.get(ROUNDS_VARIABLE, "").rpartition(":")[0]
         self._door = ShardDoor(own_address_for_ranks(*filter(None, [meeting])), self._secret, self._timeout_s)
         doors = gather_objects(self._door.place, run.host_group)
@@ -119,7 +129,10 @@ class LocalSgd(Hook):
             self._line = MeetingLine(self._replica, self._secret)
         answer = self._on_first(lambda line: line.join(self._round, self._digest, doors))
         if not answer["goes_on"]:
-            self._take_over(answer, "it has joined later, or with other weights", wrong=False)
+            reason = "it has joined later, or with other weights"
+            self._take_over(answer, reason, wrong=False)
+            told: dict[str, Any] = {"round": self._round, "reason": reason, "wrong": False}
+            run.events.emit_on_rank_0(EVENT_KIND, "left_out", step=run.step, **told)
         self._begin_round(answer)
 
     def on_end(self, run: Run) -> None:
@@ -196,6 +209,7 @@ class LocalSgd(Hook):
         times = self._clock.times if self._measures else None
         report = Report(number, self._tokens, self._steps, self._micro_batches, norm, finite, self._digest, times)
         answer = self._on_first(lambda line: line.report(report))
+        self._waited_s = time.monotonic() - began
         if "members" in answer:
             answer = self._exchange(number, masters, answer)
         if "members" not in answer:
@@ -214,7 +228,9 @@ class LocalSgd(Hook):
         tokens = {int(replica): int(used) for replica, _, used in plan["members"]}
         doors = {int(replica): tuple(doors[rank]) for replica, doors, _ in plan["members"] if replica != self._replica}
         found = fetch_all(doors, self._secret, number, masters, self._timeout_s)  # type: ignore[arg-type]
-        has = set.intersection(*gather_objects({*found, self._replica}, run.host_group))
+        fetched = len(found) * sum(one.numel() for one in masters) * 4
+        of_ranks = gather_objects(({*found, self._replica}, fetched), run.host_group)
+        has = set.intersection(*(one for one, _ in of_ranks))
         answer = self._on_first(lambda line: line.have(number, sorted(has)))
         if "members" not in answer:
             return answer
@@ -224,9 +240,12 @@ class LocalSgd(Hook):
         self._adopt(number)
         self._on_first(lambda line: line.ask("agree", round=number, digest=self._digest))
         if run.dims.rank == 0:
-            fetched = len(found) * sum(one.numel() for one in masters) * 4
             told: dict[str, Any] = {"round": number, "members": used, "fetched": fetched, "digest": self._digest}
+            told |= {"fetched_bytes": sum(of_rank for _, of_rank in of_ranks), "waited_s": self._waited_s}
             run.events.emit(EVENT_KIND, "round", step=run.step, **told)
+            without = answer.get("without") or {}
+            if any(without.values()):
+                run.events.emit(EVENT_KIND, "without", step=run.step, round=number, **without)
         return answer
 
     def _norm(self, masters: Sequence[Tensor]) -> tuple[float, bool]:
@@ -270,6 +289,18 @@ class LocalSgd(Hook):
             logger.warning(
                 "round %d went on without this replica: %s; it goes on from round %d", number, reason, self._round
             )
+        if wrong and self.incidents is not None:
+            self._report(number, reason, answer.get("look"))
+
+    def _report(self, number: int, reason: str, look: dict[str, Any] | None) -> None:
+        """Report that this replica was left out of a round as wrong; which of its ranks is, is not known."""
+        step, dims = number * self._section.every, self._run.dims
+        evidence = RoundEvidence(self._replica, number, reason, None if look is None else RoundLook.of(look))
+        address = Address(step, None, UPDATE, "the whole model", "outer gradient")
+        ranks = tuple(range(dims.world_size))
+        ruling = RankVerdict(None, INCONCLUSIVE, ROUNDS, address, suspects=ranks)
+        assert self.incidents is not None, "the caller has looked"
+        self.incidents.report(step, Finding("round", None, (ruling,), round=evidence), LEAVE_OUT, self._suspects)
 
     def _take_over(self, answer: dict[str, Any], reason: str, *, wrong: bool) -> None:
         """Take over the weights that others have agreed on, and go on at their step.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import megasdc
+from megasdc.common.wire import split_address
 from megasdc.config.deepspeed import Wandb
 from megasdc.config.load import RunConfig
 from megasdc.data.loader import EvalLoader
@@ -296,19 +297,26 @@ def build_writer(config: RunConfig, run: Run) -> MetricsWriter | None:
     return MetricsWriter(run.folder, sinks, on_failure, run.events.origin.attempt)
 
 
-def sink_folder(deepspeed: dict[str, Any], key: str) -> Path | None:
-    """Folder of a sink that writes files; None: it is not enabled."""
+def sink_folder(deepspeed: dict[str, Any], key: str, replica: int | None = None) -> Path | None:
+    """Folder of a sink that writes files, for each replica of Local-SGD one in it; None: it is not enabled."""
     section = deepspeed.get(key, {})
     if not section.get("enabled"):
         return None
-    return Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
+    folder = Path(section.get("output_path", ""), section.get("job_name", "DeepSpeedJobName"))
+    return folder if replica is None else folder / f"replica_{replica}"
+
+
+def replica_of(config: RunConfig) -> int | None:
+    """Number of this replica of Local-SGD; None: there are none."""
+    section = config.megasdc.local_sgd
+    return None if section.replicas is None else section.replica
 
 
 def _openers(config: RunConfig, run: Run) -> dict[str, Callable[[], Sink]]:
     """Functions that open each sink that the configuration enables, by name."""
     openers: dict[str, Callable[[], Sink]] = {}
     for key, kind in FILE_SINKS.items():
-        if (folder := sink_folder(config.deepspeed, key)) is not None:
+        if (folder := sink_folder(config.deepspeed, key, replica_of(config))) is not None:
             openers[key] = partial(kind, folder, run.step)
     wandb = Wandb.model_validate(config.deepspeed.get("wandb", {}))
     if wandb.enabled:
@@ -316,7 +324,7 @@ def _openers(config: RunConfig, run: Run) -> dict[str, Callable[[], Sink]]:
     if config.deepspeed.get("comet", {}).get("enabled"):
         openers["comet"] = partial(DeepSpeedMonitorSink, run.engine.monitor)
     if (address := config.megasdc.logging.prometheus) is not None:
-        openers["prometheus"] = partial(_open_prometheus, run, address)
+        openers["prometheus"] = partial(_open_prometheus, run, address, replica_of(config))
     return openers
 
 
@@ -325,13 +333,16 @@ def _wandb_run(config: RunConfig, section: Wandb, run: Run) -> WandbRun:
     origin = run.events.origin
     anew = len(list(run.folder.glob("metrics.until_*.jsonl")))
     is_one, attempt = config.megasdc.logging.wandb_runs == "one", f"{origin.attempt}"
+    replica = replica_of(config)
+    names = ([] if replica is None else [f"replica{replica}"]) + ([] if is_one else [attempt])
+    names += [f"anew{anew}"] if is_one and anew else []
     return WandbRun(
         folder=run.folder,
         run=str(origin.run),
-        name=attempt if not is_one else f"anew{anew}" if anew else None,
+        name="-".join(names) or None,
         project=section.project,
         team=section.team,
-        group=section.group,
+        group=section.group or (None if replica is None else run.folder.resolve().parent.name),
         config=shown_config(config.resolved()),
         tags=(
             f"tp{run.dims.tensor}",
@@ -345,9 +356,13 @@ def _wandb_run(config: RunConfig, section: Wandb, run: Run) -> WandbRun:
     )
 
 
-def _open_prometheus(run: Run, address: str) -> Sink:
+def _open_prometheus(run: Run, address: str, replica: int | None) -> Sink:
+    """Replicas of Local-SGD, several of which may be on a host, each take the next port."""
     origin = run.events.origin
-    sink = PrometheusSink(str(origin.run), origin.attempt or 0, address)
+    if replica:
+        host, port = split_address(address)
+        address = f"{host}:{port + replica}" if ":" not in host else f"[{host}]:{port + replica}"
+    sink = PrometheusSink(str(origin.run), origin.attempt or 0, address, replica)
     logger.info("metrics are served at http://%s/metrics", address)
     return sink
 

@@ -16,6 +16,7 @@ from megasdc.localsgd.meeting import MeetingServer
 from megasdc.localsgd.rounds import Meeting, Round, read_rounds
 from megasdc.parallel.local_ranks import LocalMeeting
 from megasdc.parallel.rendezvous import MEETING_VARIABLE, ROUNDS_VARIABLE, SECRET_FILE, TOGETHER_VARIABLE
+from megasdc.sdc.incident import load_incidents
 
 pytestmark = pytest.mark.distributed
 
@@ -253,6 +254,17 @@ def test_a_wrong_replica_is_left_out_and_returns(tmp_path: Path, data: Path, kin
     assert list(rounds[0].left_out) == [1]
     (told,) = events_of(tmp_path / "run_1", "local_sgd", "left_out")
     assert told["wrong"] and told["round"] == 1
+    ((_, incident),) = load_incidents(tmp_path / "run_1" / "reports", [])
+    assert (incident.tier, incident.done, incident.round.replica, incident.round.round) == ("round", "left out", 1, 1)
+    assert incident.round.reason == rounds[0].left_out[1] and incident.injected == ("megasdc.faults",)
+    assert incident.round.look == rounds[0].looks[1] and set(incident.round.look.others) == {0, 2}
+    assert incident.round.look.finite == ("value" not in kind)
+    for other in ("run_0", "run_2"):
+        (without,) = events_of(tmp_path / other, "local_sgd", "without")
+        assert without == {"rank": 0, "step": 3, "round": 1, "left_out": {"1": incident.round.reason}, "absent": []}
+        assert not load_incidents(tmp_path / other / "reports", [])
+    fetched = events_of(tmp_path / "run_0", "local_sgd", "round")
+    assert fetched[1]["fetched_bytes"] == 2 * fetched[0]["fetched_bytes"] > 0 and fetched[0]["waited_s"] >= 0
     two = write_replicas(tmp_path, data, "two", 3, 3)
     found, without = train_replicas([two[0], two[2]], 1, number=3)
     assert [code for code, _ in found if code] == [] and without[0].members == (0, 2), found

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from whole_runs import events_of, prepare_text, write_config
 
+from megasdc.ops.launch.launch_verdict import read_met
+
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
 EVERY, STEPS = 4, 160
 
@@ -68,6 +70,11 @@ def test_a_lost_replica_stops_nobody_and_returns(tmp_path: Path) -> None:
     assert len(members) == STEPS // EVERY and [0, 1] in members[:2] and [0] in members and members[-1] == [0, 1], err
     ends = [events_of(run_dir / f"replica_{one}", "local_sgd", "round")[-1]["digest"] for one in (0, 1)]
     assert ends[0] == ends[1]
+    back = events_of(run_dir / "replica_1", "local_sgd", "left_out")[-1]
+    assert not back["wrong"] and members[back["round"] - 1] == [0], "the start that returns says which round it took"
+    met = {one: [met.what for met in read_met(run_dir / f"replica_{one}")] for one in (0, 1)}
+    assert "made without replica 1, late" in met[0][-1] and "made without this replica, late" in met[1][-1]
+    assert "made without replica 1, late" in err, "the last lines of the others say it"
     assert "replica 1 was lost" in err and "goes on with replicas [0]" in err
 
 

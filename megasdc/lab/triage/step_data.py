@@ -212,7 +212,8 @@ def _read_resolved(folder: Path) -> dict[str, Any]:
         raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DataError(
-            f"{folder} holds no run: {CONFIG_FILE} is missing; give a folder that megasdc.logging.run_dir names"
+            f"{folder} holds no run: {CONFIG_FILE} is missing; give a folder that megasdc.logging.run_dir names, of "
+            "replicas one of its folders replica_K"
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / CONFIG_FILE} cannot be read: {error}; copy the run folder again") from error

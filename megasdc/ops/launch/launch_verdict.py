@@ -11,11 +11,13 @@ import re
 import signal
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
+from megasdc.common.durable import parse_json
 from megasdc.common.errors import (
     ERRORS_BY_EXIT_CODE,
     CorruptionError,
@@ -26,6 +28,7 @@ from megasdc.common.errors import (
 )
 from megasdc.common.host import MemoryKill
 from megasdc.common.origin import HostClock, first_moments
+from megasdc.events import Event, event_of
 from megasdc.ops.health.incident import STANDSTILL
 from megasdc.ops.health.incident_file import HangIncident, load_hangs
 from megasdc.ops.launch.records import DoneRecord, EndedRecord, LaunchRecords
@@ -58,12 +61,16 @@ SHOWN = 8
 REPORTS = "reports"
 """Folder of incidents of corruption in the run folder."""
 CORRUPTION, STUCK, REPLACED, REWOUND, RETURNED = "corruption", "standstill", "replaced", "rewound", "returned"
-_OF_RANKS = (CORRUPTION, STUCK)
+LEFT_OUT = "left out"
+_OF_RANKS = (CORRUPTION, STUCK, LEFT_OUT)
+WRONG, LATE = "wrong", "late"
+"""Why a round of Local-SGD was made without a replica; late: or not there."""
 _DONE = {
     "halted": "the run was halted",
     "isolated": "its replica was left out, and the others went on",
     "repaired": "the step was repaired",
     "committed": "nothing was done, as the policy says",
+    "left out": "it took over what the others agreed on, and goes on",
 }
 
 
@@ -496,7 +503,8 @@ class Met:
         attempt: number of the start in which it was, of what a supervisor did that of its attempt; 0: not known.
         step: optimizer step, the first is 1; 0: before it.
         time: ISO 8601, UTC, by the clock of the host that wrote it.
-        kind: corruption, standstill, replaced (hosts), rewound (to an earlier save), or returned (hosts).
+        kind: corruption, standstill, replaced (hosts), rewound (to an earlier save), returned (hosts), or left out (of
+            rounds of Local-SGD, a replica).
         what: what was found, in a few words.
         hosts: that it is about, as the run names them.
         ranks: that it is about; empty where it is about hosts.
@@ -541,7 +549,8 @@ def read_met(run_dir: Path, wanted: Callable[[str | None], bool] = lambda launch
     """
     incidents = [pair for pair in load_incidents(run_dir / REPORTS, []) if wanted(pair[1].launch)]
     hangs = [one for one in load_hangs(run_dir)[0] if wanted(one.launch)]
-    return order_by_step([*(of_incident(*pair) for pair in incidents), *map(of_hang, hangs)])
+    rounds = of_rounds([one for one in _round_events(run_dir) if wanted(one.launch)])
+    return order_by_step([*(of_incident(*pair) for pair in incidents), *map(of_hang, hangs), *rounds])
 
 
 def order_by_step(some: Sequence[Met], launches: Sequence[str] = ()) -> list[Met]:
@@ -569,12 +578,15 @@ def of_incident(page: Path, incident: Incident) -> Met:
     verdict = incident.verdict.replace("_", " ")
     place = f"{suspects[0].first.phase.replace('_', ' ')} of {suspects[0].first.fqn}"
     who = named if incident.flagged else f"one of {named}"
+    what = f"{who}: wrong {place}, {verdict}, found by {incident.tier}"
+    if (of_round := incident.round) is not None:
+        what = f"round {of_round.round} without replica {of_round.replica} ({named}): {of_round.reason}"
     return Met(
         attempt=incident.attempt or 0,
         step=incident.step,
         time=incident.time,
         kind=CORRUPTION,
-        what=f"{who}: wrong {place}, {verdict}, found by {incident.tier}",
+        what=what,
         hosts=tuple(incident.hosts),
         ranks=tuple(one.rank for one in suspects),
         devices=tuple(one.device for one in suspects),
@@ -591,7 +603,7 @@ def _to_do(incident: Incident, suspects: Sequence[FlaggedRank | DisputedRank]) -
     hosts = " and ".join(dict.fromkeys(one.host for one in suspects))
     if incident.injected:
         return f"nothing: {INJECTED[0].lower()}{INJECTED[1:]} ({', '.join(incident.injected)})"
-    if incident.flagged and incident.verdict == "not_reproduced":
+    if incident.round is not None or (incident.flagged and incident.verdict == "not_reproduced"):
         return f"watch {hosts}; if it is named again, {drain(hosts)}"
     return drain(hosts)
 
@@ -617,6 +629,78 @@ def of_hang(hang: HangIncident) -> Met:
         page=str(hang.path),
         launch=hang.launch,
     )
+
+
+def _round_events(run_dir: Path) -> list[Event]:
+    """Events of Local-SGD on the first rank of a replica, as far as they can be read."""
+    found: list[Event] = []
+    try:
+        if not run_dir.resolve().name.startswith("replica_"):
+            return []
+        lines = (run_dir / "events" / "rank_00000.jsonl").read_bytes().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        if b'"local_sgd"' in line:
+            try:
+                found.append(event_of(parse_json(line)))
+            except (ValueError, KeyError, TypeError):
+                continue  # it is being written, or its writer was killed
+    return [one for one in found if one.kind == "local_sgd"]
+
+
+def of_rounds(events: Sequence[Event]) -> list[Met]:
+    """What a replica has met in rounds of Local-SGD: others that were left out, and itself where it was late.
+
+    That it was wrong itself is an incident.
+
+    Args:
+        events: of kind local_sgd, of its first rank, in order.
+    """
+    found: dict[int, list[tuple[Event, int, str, str]]] = {}
+    for event in events:
+        said = event.fields
+        if event.name == "without":
+            out = {int(one): (WRONG, str(reason)) for one, reason in said.get("left_out", {}).items()}
+            out |= {int(one): (LATE, "it was late, or not there") for one in said.get("absent", ())}
+            for replica, (kind, reason) in out.items():
+                found.setdefault(replica, []).append((event, int(said["round"]), kind, reason))
+        elif event.name == "left_out" and not said.get("wrong"):
+            found.setdefault(-1, []).append((event, int(said["round"]), LATE, str(said.get("reason"))))
+    made = {int(one.fields["round"]): set(one.fields.get("members", ())) for one in events if one.name == "round"}
+    return [met for replica, some in found.items() for met in _of_replica(replica, some, made)]
+
+
+def _of_replica(
+    replica: int, some: Sequence[tuple[Event, int, str, str]], made: Mapping[int, set[int]]
+) -> Iterator[Met]:
+    """Rounds in a row that a replica was left out of are one; ``replica``: -1: the one that says it."""
+    rows: list[list[tuple[Event, int, str, str]]] = []
+    for one in some:
+        is_next = rows and (rows[-1][-1][1], rows[-1][-1][2]) in ((one[1] - 1, one[2]), (one[1], one[2]))
+        if is_next and rows[-1][0][0].attempt == one[0].attempt:
+            rows[-1].append(one)
+        else:
+            rows.append([one])
+    for row in rows:
+        event, first, kind, reason = row[0]
+        last = row[-1][1]
+        who = "this replica" if replica < 0 else f"replica {replica}"
+        rounds = f"round {first} was" if first == last else f"rounds {first} to {last} were"
+        is_back = (number for number, members in sorted(made.items()) if number > last)
+        back = next((one for one in is_back if replica < 0 or replica in made[one]), None)
+        done = "it has not returned" if back is None else f"it took part again in round {back}"
+        yield Met(
+            attempt=event.attempt or 0,
+            step=event.step or 0,
+            time=datetime.fromtimestamp(event.time, UTC).isoformat(timespec="seconds"),
+            kind=LEFT_OUT,
+            what=f"{rounds} made without {who}, {kind}: {reason}",
+            hosts=(),
+            done=done,
+            to_do="" if kind == LATE and back is not None else f"see the run folder of {who}",
+            launch=event.launch,
+        )
 
 
 def lines_of(some: Sequence[Met]) -> list[str]:

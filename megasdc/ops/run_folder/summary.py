@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from megasdc.config.load import parse_config
 from megasdc.config.read import shown
 from megasdc.data.manifest import DataManifest
 from megasdc.events import Event
-from megasdc.localsgd.rounds import ROUNDS_FILE
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.health.front.clocks import describe_differing_dates
 from megasdc.ops.health.hosts import last_step_seen
 from megasdc.ops.health.incident_file import HangIncident
-from megasdc.ops.launch.launch_verdict import SHOWN, Met
+from megasdc.ops.launch.launch_verdict import LEFT_OUT, SHOWN, Met, order_by_step
 from megasdc.ops.run_folder.record import LaunchEnding, RunRecord, load_run
+from megasdc.ops.run_folder.replicas import RoundsSummary, is_of_replicas, replica_folders, summarize_rounds
 from megasdc.ops.run_folder.status import GuardStatus, guard_of, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import Goodput, goodput_of
@@ -85,6 +86,24 @@ class Skipped:
 
 
 @dataclass(frozen=True)
+class ReplicaState:
+    """One replica of Local-SGD as its run folder tells it; see ``RunSummary`` for its fields."""
+
+    replica: int
+    run_dir: str
+    state: str
+    steps: int
+    last_loss: float | None
+    eval_loss: float | None
+    tokens_per_s: float | None
+
+    def __str__(self) -> str:
+        loss = "" if self.tokens_per_s is None else f", training loss {_nats(self.last_loss)}"
+        speed = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} tokens/s"
+        return f"{self.replica}: {self.state}, step {self.steps}{loss}{speed}; {self.run_dir}"
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """Summary of a run; losses in nats, None where none was reported or it was not finite.
 
@@ -98,7 +117,11 @@ class RunSummary:
     ``met``: faults and standstills of all starts, hosts that were replaced and steps back, with what to do, oldest
     first; ``clocks``: of the last launch, how hosts' dates differed, a sentence each; ``state`` and ``end``: see
     ``RunStatus``; ``guard``: None: the training has none; ``protection``: word, audits and findings of all starts,
-    None: not a run of megasdc's own; ``verified``: path of the newest checkpoint after which an audit has agreed.
+    None: not a run of megasdc's own; ``verified``: path of the newest checkpoint after which an audit has agreed;
+    ``rounds``: of Local-SGD, None: the run is none of that.
+
+    Of a launch of replicas the losses are means over replicas, tokens, speed and skipped steps their sums, steps the
+    most that one has reached, the failure the first replica's that has one, and ``of_replicas`` has each of them.
     """
 
     run_dir: str
@@ -128,13 +151,16 @@ class RunSummary:
     guard: GuardStatus | None = None
     protection: str | None = None
     verified: str | None = None
+    rounds: RoundsSummary | None = None
+    of_replicas: tuple[ReplicaState, ...] = ()
 
     @property
     def finished(self) -> bool:
         """Whether all planned steps were reported and nothing failed afterwards; of a user's own training, its end."""
         if self.planned_steps is None:
             return self.failure is None and self.state == "done"
-        return self.failure is None and self.steps >= self.planned_steps
+        done = self.failure is None and self.steps >= self.planned_steps
+        return done and all(one.state == "done" for one in self.of_replicas)
 
 
 def summarize_run(run_dir: Path | str) -> RunSummary:
@@ -146,8 +172,8 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
     folder = Path(run_dir)
     if (folder / STUDY_FOLDER).is_dir():
         raise DataError(f"{folder} holds a study; give one of its folders replica_K, or use megasdc study")
-    if (folder / ROUNDS_FILE).exists():
-        raise DataError(f"{folder} holds the replicas of Local-SGD; give one of its folders replica_K")
+    if is_of_replicas(folder):
+        return _of_replicas(folder)
     run = load_run(folder)
     rows = read_metrics(folder)
     trained = [row for row in rows if "train/loss" in row]
@@ -193,7 +219,64 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
         guard=guard,
         protection=None if sections is None else _protection(run, sections.protect),
         verified=_newest_verified(saves),
+        rounds=summarize_rounds(folder) if sections is not None and sections.local_sgd.replicas else None,
     )
+
+
+def _of_replicas(folder: Path) -> RunSummary:
+    """Summary of a launch of replicas.
+
+    Raises:
+        DataError: none of them has reported a step.
+    """
+    some = dict[int, RunSummary]()
+    for replica, path in replica_folders(folder).items():
+        with suppress(DataError):  # one that has not begun yet, or lies elsewhere
+            some[replica] = summarize_run(path)
+    if not some:
+        raise DataError(f"{folder} holds replicas of Local-SGD, none of which has reported a step here")
+    every = list(some.values())
+    first, failed = every[0], next((one for one in every if one.failure is not None), None)
+    told = failed or min(every, key=lambda one: (one.state == "done", one.steps))
+    shares = [one.tokens_per_s for one in every if one.tokens_per_s is not None]
+    return replace(
+        first,
+        run_dir=str(folder),
+        steps=max(one.steps for one in every),
+        first_loss=_mean(one.first_loss for one in every),
+        last_loss=_mean(one.last_loss for one in every),
+        tokens=sum(one.tokens for one in every),
+        tokens_per_s=sum(shares) if shares else None,
+        skipped_steps=sum(one.skipped_steps for one in every),
+        resumed_from=sorted({step for one in every for step in one.resumed_from}),
+        changed_settings=list(dict.fromkeys(text for one in every for text in one.changed_settings)),
+        checkpoints=[path for one in every for path in one.checkpoints],
+        stragglers=[f"replica {number}: {text}" for number, one in some.items() for text in one.stragglers],
+        weaker=[f"replica {number}: {text}" for number, one in some.items() for text in one.weaker],
+        failure=told.failure,
+        hangs=tuple(hang for one in every for hang in one.hangs),
+        clocks=tuple(f"replica {number}: {text}" for number, one in some.items() for text in one.clocks),
+        skipped=tuple(skipped for one in every for skipped in one.skipped),
+        # Who was late is in the rounds, once for all that tell it.
+        met=tuple(order_by_step([met for one in every for met in one.met if met.kind != LEFT_OUT])),
+        state=told.state,
+        end=told.end,
+        protection=None,
+        rounds=summarize_rounds(folder),
+        of_replicas=tuple(
+            ReplicaState(
+                *(number, one.run_dir, one.state, one.steps),
+                *(one.last_loss, one.eval_loss, one.tokens_per_s),
+            )
+            for number, one in some.items()
+        ),
+    )
+
+
+def _mean(losses: Iterable[float | None]) -> float | None:
+    """None where one is not known."""
+    known = list(losses)
+    return None if not known or None in known else sum(filter(None, known)) / len(known)
 
 
 def _protection(run: RunRecord, word: str) -> str:
@@ -359,6 +442,9 @@ def render(summary: RunSummary) -> str:
     lines = [f"run folder        {summary.run_dir}"]
     lines += [f"end               {summary.end}"] if of_user else []
     lines.append(f"steps             {summary.steps}{planned}{skipped}")
+    if summary.rounds is not None:
+        lines += summary.rounds.lines
+    lines += [f"{'replicas' if not place else '':<18}{one}" for place, one in enumerate(summary.of_replicas)]
     if summary.guard is not None:
         lines.append(f"guard             {summary.guard}")
     if summary.failure is not None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 
 from megasdc.common.errors import DataError
+from megasdc.ops.top.replicas import ReplicasWatcher, watcher_of
 from megasdc.ops.top.screen import Screen
 from megasdc.ops.top.view import RunWatcher
 
@@ -16,7 +17,9 @@ WAIT_S = 30.0
 """A launch may be checking its hosts, which takes seconds, before it writes into the run folder."""
 
 
-def wait_for_run(folder: Path, console: Console, wait_s: float = WAIT_S, interval_s: float = 0.5) -> RunWatcher:
+def wait_for_run(
+    folder: Path, console: Console, wait_s: float = WAIT_S, interval_s: float = 0.5
+) -> RunWatcher | ReplicasWatcher:
     """The watcher of a run folder, once it holds a run.
 
     Args:
@@ -32,7 +35,7 @@ def wait_for_run(folder: Path, console: Console, wait_s: float = WAIT_S, interva
         # A launch makes folders before files; what comes after this look is of a run that is being started.
         empty = not any(one.is_file() for one in folder.rglob("*"))
         try:
-            return RunWatcher(folder)
+            return watcher_of(folder)
         except DataError:
             if not empty or time.monotonic() > until:
                 raise
@@ -42,7 +45,7 @@ def wait_for_run(folder: Path, console: Console, wait_s: float = WAIT_S, interva
         time.sleep(interval_s)
 
 
-def watch_run(watcher: RunWatcher, console: Console, interval_s: float) -> None:
+def watch_run(watcher: RunWatcher | ReplicasWatcher, console: Console, interval_s: float) -> None:
     """Draws a run on a terminal until it is over, and then once more below what was there before.
 
     Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
@@ -15,6 +16,7 @@ from megasdc.common.words import duration
 from megasdc.ops.health.hosts import HostPosition, RankPosition
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.shared_folder_heartbeat import LOST_S
+from megasdc.ops.run_folder.replicas import RoundsSummary, last_round
 from megasdc.ops.top.view import RunView
 
 FIT = "fit"
@@ -55,10 +57,33 @@ class Screen:
         if self._height is not None:
             taken = sum(len(console.render_lines(one, options.update(height=None))) for one in (*head, *foot))
             room = self._height - taken - 2  # headings, and a line that stays empty
-            ranks = sum(len(host.ranks) for host in self._view.hosts)
+            ranks = sum(len(host.ranks) for host in _all_hosts(self._view))
             events = events[max(0, len(events) - max(0, room - ranks)) :]
             room -= len(events)
-        yield Group(*head, *_hosts(self._view, room), *foot, *events)
+        hosts = _replicas(self._view, room) if self._view.of_replicas else _hosts(self._view, room)
+        yield Group(*head, *hosts, *foot, *events)
+
+
+def _all_hosts(view: RunView) -> list[HostPosition]:
+    return [host for one in (view, *view.of_replicas) for host in one.hosts]
+
+
+def _replicas(view: RunView, room: int | None) -> list[RenderableType]:
+    """Each replica of Local-SGD: a line, and its hosts, with an equal share of the rows."""
+    share = None if room is None else max(2, room // len(view.of_replicas) - 2)
+    lines: list[RenderableType] = []
+    for one in view.of_replicas:
+        numbers = "   ".join(_numbers(one))
+        lines.append(_line(f"{one.run_dir}  {one.text}   {numbers}", _STATES.get(one.state, "bold red")))
+        lines += _hosts(one, share)
+        lines += [_slow_line(slow) for slow in one.slow]
+    return lines
+
+
+def _slow_line(one: Mapping[str, Any]) -> RenderableType:
+    who = f"{one['host']}, ranks {', '.join(map(str, one['ranks']))}"
+    ratio, since = one["ratio"], one["since_step"]
+    return _line(f"slow: {who}: {ratio:.2f} times as long as their peers, since step {since}", "yellow")
 
 
 def _head(view: RunView, width: int) -> list[RenderableType]:
@@ -174,10 +199,8 @@ def _slow(view: RunView, one: RankPosition) -> Text:
 def _foot(view: RunView) -> list[RenderableType]:
     lines: list[RenderableType] = [Text("")]
     lines += [] if view.guard is None else [Text(f"guard: {view.guard}")]
-    for one in view.slow:
-        who = f"{one['host']}, ranks {', '.join(map(str, one['ranks']))}"
-        ratio, since = one["ratio"], one["since_step"]
-        lines.append(_line(f"slow: {who}: {ratio:.2f} times as long as their peers, since step {since}", "yellow"))
+    lines += [] if view.rounds is None else _rounds(view.rounds)
+    lines += [_slow_line(one) for one in view.slow]
     lines += [_line(f"slow link {place}: {text}", "yellow") for place, text in view.slow_links.items()]
     lines += _verdicts(view)
     counts = [f"{count} {_INCIDENTS[kind][count > 1]}" for kind, count in view.incidents.items() if count]
@@ -194,9 +217,18 @@ def _foot(view: RunView) -> list[RenderableType]:
     return [*lines, *(_line(f"note: {one}", "yellow") for one in view.notes)]
 
 
+def _rounds(rounds: RoundsSummary) -> list[RenderableType]:
+    """The current round, and who was left out last."""
+    lines: list[RenderableType] = [_line(last_round(rounds))]
+    for one in rounds.left_out[-SHOWN_MET:]:
+        is_out = one.last == rounds.rounds
+        lines.append(_line(f"  left out: {one}", "red" if is_out else "yellow"))
+    return lines
+
+
 def _verdicts(view: RunView) -> Iterable[RenderableType]:
     """How many devices and hosts have each verdict, and a line for each that is not fit."""
-    found = [(host.name, one) for host in view.hosts for one in host.devices]
+    found = [(host.name, one) for host in _all_hosts(view) for one in host.devices]
     if not found:
         return
     counts = Counter(str(one["verdict"]) for _, one in found)

@@ -39,6 +39,7 @@ from megasdc.ops.run_folder.record import (
     series_of,
     since_begun_anew,
 )
+from megasdc.ops.run_folder.replicas import RoundsFollower, RoundsSummary
 from megasdc.ops.run_folder.status import SILENT_S, GuardStatus, RunStatus, guard_of, status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.ops.supervise.goodput import goodput_of
@@ -244,6 +245,8 @@ class RunView:
         local_clock: ages are by this host's clock, since no file could be made in the run folder.
         notes: what was left out, clocks that differ, and a folder without room, a sentence each.
         guard: what the guard of a training has done; None: it has none.
+        rounds: of Local-SGD; None: the run is none of that.
+        of_replicas: of a launch of replicas, each one's view, in order; hosts are in these.
     """
 
     run_dir: str
@@ -270,6 +273,8 @@ class RunView:
     local_clock: bool
     notes: tuple[str, ...]
     guard: GuardStatus | None = None
+    rounds: RoundsSummary | None = None
+    of_replicas: tuple[RunView, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -300,6 +305,7 @@ class RunWatcher:
         health = folder / "health"
         self._clock = FileClock(health if health.is_dir() else folder)
         self._follower = RunFollower(folder, self._clock)
+        self._rounds = RoundsFollower(folder.resolve().parent)
         self._divided_at: float = -math.inf
         self._effective_ratio: float | None = None
 
@@ -345,6 +351,7 @@ class RunWatcher:
             local_clock=self._clock.is_local,
             notes=tuple(notes),
             guard=guard_of(run),
+            rounds=self._rounds.read(),
         )
 
     def _is_starting_again(self, run: RunRecord) -> bool:

@@ -68,7 +68,8 @@ def test_training_begins_with_all_and_each_learns_of_its_round(server: MeetingSe
     members = together(report(lines[0]), report(lines[2]))
     assert [[one for one, _, _ in answer["members"]] for answer in members] == [[0, 2]] * 2
     made = together(lambda: lines[0].have(1, [0, 2]), lambda: lines[2].have(1, [0, 2]))
-    assert made == [{"members": [0, 2]}] * 2
+    without = {"left_out": {"1": "its weights are not finite"}, "absent": []}
+    assert made == [{"members": [0, 2], "without": without}] * 2
     waits.join(10)
     assert wrong[0]["wrong"] and "not finite" in wrong[0]["left_out"] and wrong[0]["round"] == 1
     assert {replica for replica, _ in wrong[0]["sources"]} == {0, 2}

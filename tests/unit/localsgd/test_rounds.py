@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megasdc.localsgd.rounds import FIRST_DEADLINE_S, Meeting, NothingLeftError, Report, Round, judge
+from megasdc.localsgd.rounds import (
+    FIRST_DEADLINE_S,
+    ROUNDS_FILE,
+    Meeting,
+    NothingLeftError,
+    Report,
+    Round,
+    judge,
+    recorded_rounds,
+)
 
 
 class Clock:
@@ -194,6 +205,28 @@ def test_norms_of_healthy_replicas_are_never_far() -> None:
         assert judge({one: report(norm=norms[one], steps=steps[one]) for one in range(4)}, history) == {}
         for one, norm in norms.items():
             history[one] = [*history[one], norm][-20:]
+
+
+def test_a_round_keeps_what_was_looked_at(tmp_path: Path) -> None:
+    """Norms of the others and of its own last rounds, of those left out as wrong; read again as they were recorded."""
+    meeting, _, rounds = met(3)
+    for number in range(1, 7):
+        for one in range(3):
+            meeting.report(one, report(number, norm=50.0 if (one, number) == (1, 6) else 1.0 + one, digest="a"))
+        meeting.look()
+        end(meeting, *([0, 2] if number == 6 else [0, 1, 2]))
+    look = rounds[-1].looks[1]
+    assert (look.finite, look.as_others, look.norm, look.others) == (True, True, 50.0, {0: 1.0, 2: 3.0})
+    assert (look.own_rounds, look.own_mean, look.own_deviation) == (5, 2.0, 0.0)
+    path = tmp_path / ROUNDS_FILE
+    lines = [json.dumps(one.as_dict()) + "\n" for one in rounds]
+    old = json.loads(lines[4])
+    del old["looks"]
+    path.write_text("".join([*lines[:4], json.dumps(old) + "\n", lines[5], '{"round": 7, "mem']))
+    assert recorded_rounds(path) == rounds
+    path.write_text("".join([*lines, lines[2]]))
+    assert recorded_rounds(path) == rounds[:3], "the run went on from a checkpoint"
+    assert recorded_rounds(tmp_path / "none") == []
 
 
 def test_a_replayed_round_waits_for_those_that_it_left_out() -> None:

@@ -30,6 +30,8 @@ from megasdc.sdc.incident import (
     Opinion,
     Outside,
     RankPlace,
+    RoundEvidence,
+    RoundLook,
     Script,
     StepFate,
     headline,
@@ -403,6 +405,29 @@ def test_a_page_of_a_wrong_sum_names_its_owner_and_why_not_alone() -> None:
     assert "9,930 elements that differ were computed in fp64" in text and "0 differ" not in text
     assert "column 8612, rounding explains at most a difference of 6.25e-10" in text
     assert "computed different results" not in text and "these ranks disagree" not in text
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_page_of_a_round_has_the_numbers_that_were_looked_at(finite: bool) -> None:
+    """Replica, round, why, its norm beside the others' and its own of before; what was done; it comes back as JSON."""
+    look = RoundLook(finite, True, 3104.2, {0: 0.5, 2: 0.75}, 8, 3.4, 1.8)
+    found = RoundEvidence(1, 10, "the norm is 3104" if finite else "its weights are not finite", look)
+    place = places(ParallelDims(1, 1, 1), ["alpha"])
+    disputed = DisputedRank(**vars(place[0]), first=Address(50, None, "update", "the whole model", ""), got=None)
+    changes = {"tier": "round", "basis": "rounds of all replicas", "policy": "leave out", "done": "left out"}
+    one = incident(
+        **{**changes, "verdict": "inconclusive", "micro_batch": None, "step": 50, "round": found},
+        flagged=(),
+        disputed=(disputed,),
+        ranks=place,
+        evidence=IncidentEvidence(0, {}),
+    )
+    assert incident_from_json(incident_to_json(one)) == one and not one.ends_start
+    text = checked(render_page(one, "a.json")).text
+    assert f"round 10 was made without replica 1 (rank 0 on host alpha): {found.reason}" in headline(one)
+    for told in ("3104.2", "median 0.625 of 2, from 0.5 to 0.75", "its last 8 rounds: mean 3.4", "have begun anew"):
+        assert told in text
+    assert ("NaN or Inf" in text) is not finite and "policy" not in text and "no restart is needed" in text
 
 
 def test_hostile_names_are_text() -> None:

@@ -24,10 +24,12 @@ from megasdc.lab.report.run_pages.compared import LOSS, WORSE, ComparedRun, comp
 from megasdc.lab.report.run_pages.drop_result_page import drop_result_page
 from megasdc.lab.report.run_pages.facts import checkpoints, differing_settings, places, run_versions
 from megasdc.lab.report.run_pages.figures.compare import compare_figures, drift_figure
-from megasdc.lab.report.run_pages.run_page import run_page, summary_of
+from megasdc.lab.report.run_pages.replicas_page import replicas_page
+from megasdc.lab.report.run_pages.run_page import rounds_section, run_page, summary_of
 from megasdc.lab.report.run_pages.study_page import study_page, sweep_page
 from megasdc.ops.run_folder.marks import FAULT, FINDING, INCIDENT, SKIP, counts_of, marks_of
 from megasdc.ops.run_folder.record import METRICS_FILE, OnProgress, RunRecord, is_run, load_run
+from megasdc.ops.run_folder.replicas import is_of_replicas, summarize_rounds
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.study_log import STUDY_FOLDER
 from megasdc.output.figure import Figure
@@ -78,11 +80,20 @@ def compare_page(runs: Sequence[RunRecord], title: str | None = None) -> Page:
         sections=[
             PageSection("Runs", tables=[_table(names, compared)]),
             PageSection("Over the steps", figures=[*figures, *drift]),
+            *_rounds_of(names),
             PageSection("Settings that differ", _same_settings(settings), tables=_settings(names, settings)),
             PageSection("Where and with what", tables=[_places(names)]),
         ],
         summary=_summary(names, compared),
     )
+
+
+def _rounds_of(names: Mapping[str, RunRecord]) -> list[PageSection]:
+    """Rounds of Local-SGD, where all runs are replicas of one launch; empty: they are not."""
+    folders = {run.path.resolve().parent for run in names.values()}
+    folder, *others = folders
+    summary = None if others or not is_of_replicas(folder) else summarize_rounds(folder)
+    return [] if summary is None else rounds_section(folder, summary, names)
 
 
 def names_of(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
@@ -213,7 +224,7 @@ def _summary(names: Mapping[str, RunRecord], compared: Mapping[str, ComparedRun]
 
 
 SWEEP_FILES = ("sweep.json", "results.parquet")
-Kind = Literal["run", "runs", "study", "sweep", "drops"]
+Kind = Literal["run", "runs", "study", "sweep", "drops", "replicas"]
 
 
 def is_sweep(path: Path) -> bool:
@@ -238,16 +249,21 @@ def report_kind(paths: Sequence[Path]) -> Kind:
     if files:
         return "drops"
     for path in paths:
-        if not any(test(path) for test in (is_sweep, is_study, is_run)):
+        if not any(test(path) for test in (is_sweep, is_study, is_of_replicas, is_run)):
             raise DataError(
                 f"{path} {'' if path.is_dir() else 'is no folder, and '}holds no run ({CONFIG_FILE}, {METRICS_FILE} or "
                 f"events/), no study (study/) and no sweep ({SWEEP_FILES[0]}); give a folder that "
                 "megasdc.logging.run_dir or megasdc sweep --out names, or JSON results of DropCompute"
             )
-    kinds: dict[Kind, list[Path]] = {"sweep": [*filter(is_sweep, paths)], "study": [*filter(is_study, paths)]}
+    kinds: dict[Kind, list[Path]] = {
+        "sweep": [*filter(is_sweep, paths)],
+        "study": [*filter(is_study, paths)],
+        "replicas": [*filter(is_of_replicas, paths)],
+    }
     for kind, found in kinds.items():
         if found and len(paths) > 1:
-            raise DataError(f"{found[0]} is a {kind}, and {len(paths)} paths were given; a {kind} has its own page")
+            what = "launch of replicas" if kind == "replicas" else kind
+            raise DataError(f"{found[0]} is a {what}, and {len(paths)} paths were given; a {what} has its own page")
         if found:
             return kind
     same = [path for place, path in enumerate(paths) if path.resolve() in [one.resolve() for one in paths[:place]]]
@@ -293,7 +309,7 @@ def write_report(
     """Writes a report on a run, on several compared with the first, on a study, on a sweep, or on DropCompute.
 
     Args:
-        paths: run folders, or one folder of a study or a sweep, or JSON files of DropCompute's results.
+        paths: run folders, or one folder of a study, a sweep or a launch of replicas, or JSON files of DropCompute.
         out: the page; None: ``reports/report.html`` in the folder; for several runs or files ``report.html`` here.
         figures: folder for PNG, SVG and CSV of each figure and CSV of each table; None: none are written.
         title: of the page; None: made from its contents.
@@ -329,6 +345,8 @@ def _build(
         return drop_result_page(paths, title)
     if kind == "study":
         return study_page(paths[0], title)
+    if kind == "replicas":
+        return replicas_page(paths[0], out, title, on_progress)
     runs = [load_run(path, on_progress) for path in paths]
     return run_page(runs[0], out, now, title) if kind == "run" else compare_page(runs, title)
 

@@ -8,7 +8,7 @@ Standstills of a run in its page: a table of all, and of the last ones each rank
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from megasdc.lab.report.run_pages.drops import Drops, load_drops
 from megasdc.lab.report.run_pages.facts import highlights, places, run_versions
 from megasdc.lab.report.run_pages.figures.drops import drop_figures
 from megasdc.lab.report.run_pages.figures.goodput import goodput_figures
+from megasdc.lab.report.run_pages.figures.rounds import round_figures
 from megasdc.lab.report.run_pages.figures.run import run_figures
+from megasdc.localsgd.rounds import ROUNDS_FILE, recorded_rounds
 from megasdc.ops.health.incident_file import HangIncident, SharedStack
-from megasdc.ops.launch.launch_verdict import read_met
+from megasdc.ops.launch.launch_verdict import WRONG, read_met
 from megasdc.ops.run_folder.marks import (
     FAULT,
     FINDING,
@@ -38,6 +40,7 @@ from megasdc.ops.run_folder.marks import (
     marks_of,
 )
 from megasdc.ops.run_folder.record import RunRecord
+from megasdc.ops.run_folder.replicas import RoundsSummary, summarize_rounds
 from megasdc.ops.run_folder.status import RunStatus, status_of
 from megasdc.ops.supervise.diagnosis import KINDS
 from megasdc.ops.supervise.goodput import AttemptTime, Goodput, goodput_of
@@ -87,6 +90,42 @@ def _row(one: AttemptTime) -> tuple[object, ...]:
 
 DETAILED = 3
 """Maximum of standstills that are shown with states and stacks; a file holds the others."""
+
+
+def rounds_section(folder: Path, summary: RoundsSummary, runs: Mapping[str, RunRecord]) -> list[PageSection]:
+    """The section of rounds of Local-SGD; empty: none was made.
+
+    Args:
+        folder: of the launch of replicas.
+        runs: of replicas that are shown, by name.
+    """
+    rounds = recorded_rounds(folder / ROUNDS_FILE)
+    if not rounds:
+        return []
+    columns: dict[str, Any] = {
+        "replica": "replica",
+        "from round": "first",
+        "to round": "last",
+        "why": lambda one: Cell(one.kind, look="bad" if one.kind == WRONG else ""),
+        "what": "reason",
+        "took part again in round": lambda one: number_cell(one.returned, ",d", missing="not yet"),
+    }
+    table = table_of("left_out", summary.left_out, columns, filters=("replica", "why"), title="Replicas left out")
+    told = [f"Rounds {summary.rounds:,}, of {summary.replicas} replicas, every {summary.every or '?'} steps."]
+    if summary.drop_share:
+        told.append(f"{summary.drop_share:.1%} of the micro-batches of rounds were dropped by DropCompute.")
+    if not summary.left_out:
+        told.append("No replica was left out.")
+    figures = round_figures(rounds, summary.every or 1, runs)
+    return [PageSection("Rounds", told, tables=[table] if summary.left_out else [], figures=figures)]
+
+
+def _rounds(run: RunRecord) -> list[PageSection]:
+    """Rounds of which a run is a replica."""
+    folder = run.path.resolve().parent
+    summary = summarize_rounds(run.path) if run.setting("megasdc.local_sgd.replicas") else None
+    name = f"replica {run.setting('megasdc.local_sgd.replica')}"
+    return [] if summary is None else rounds_section(folder, summary, {name: run})
 
 
 def hang_sections(run: RunRecord) -> list[PageSection]:
@@ -155,10 +194,11 @@ def run_page(run: RunRecord, out: Path, now: float, title: str | None = None) ->
     goodput = _goodput(run, now, notes)
     figures = run_figures(run, marks)
     sections = [
-        PageSection("Incidents", tables=[_incidents(run, out)]) if run.incidents else None,
+        PageSection("Incidents", tables=[incidents_table(run, out)]) if run.incidents else None,
         *hang_sections(run),
         _met(run, notes),
         None if goodput is None else goodput_section(goodput),
+        *_rounds(run),
         PageSection("Over the steps", figures=figures) if figures else None,
         _drops_section(drops),
         PageSection("Configuration", facts=highlights(run)),
@@ -249,7 +289,8 @@ def _plural(lane: str) -> str:
     return {FAULT: "faults injected", NOT_FINITE: "not finite"}.get(lane, f"{lane}s")
 
 
-def _incidents(run: RunRecord, out: Path) -> Table:
+def incidents_table(run: RunRecord, out: Path) -> Table:
+    """Incidents of a run, with links to their pages; ``out``: path of the page that has the table."""
     rows = []
     for page, one in run.incidents:
         link = quote(os.path.relpath(page.resolve(), out.resolve().parent)) if page.exists() else ""

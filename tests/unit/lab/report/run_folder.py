@@ -12,11 +12,12 @@ import numpy as np
 from megasdc.common.addresses import Address
 from megasdc.config.load import load_config
 from megasdc.events import EventLog
+from megasdc.localsgd.rounds import ROUNDS_FILE, Round
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.incident import conclude
 from megasdc.ops.health.phases import Phase
 from megasdc.ops.health.rank_state import RankState
-from megasdc.sdc.incident import Environment, FlaggedRank, Incident, IncidentEvidence, RankPlace
+from megasdc.sdc.incident import Environment, FlaggedRank, Incident, IncidentEvidence, RankPlace, RoundLook
 from megasdc.sdc.incident_page import write_incident
 
 SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
@@ -122,3 +123,45 @@ def columns(path: Path) -> dict[str, list[str]]:
 def data_of(page: Path) -> dict[str, Any]:
     """What a page's script is given."""
     return json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+
+
+def write_replicas(folder: Path) -> list[Round]:
+    """Write a launch of two replicas of Local-SGD, 6 rounds of 5 steps; the second is wrong in round 2, late in 4, 5.
+
+    In round 3 it has computed half of its micro-batches. Returns the rounds.
+    """
+    reason = "its weights are not finite"
+    looks = {1: RoundLook(False, True, 0.0, {0: 2.0}, 1, 2.0, 0.0)}
+    rounds = []
+    for number in range(1, 7):
+        members = (0,) if number in (2, 4, 5) else (0, 1)
+        counts = {one: 5 if (one, number) == (1, 3) else 10 for one in members}
+        is_wrong, absent = number == 2, (1,) if number in (4, 5) else ()
+        wrong = {1: reason} if is_wrong else {}
+        tokens, steps = {one: 100 * counts[one] for one in members}, dict.fromkeys(members, 5)
+        norms = {one: 2.0 + one for one in members}
+        rounds.append(
+            Round(number, members, tokens, steps, counts, norms, wrong, absent, 3.0, looks if is_wrong else {})
+        )
+    for replica in range(2):
+        sets = ("replicas=2", f"replica={replica}", "every=5")
+        settings = (*(f"megasdc.local_sgd.{one}" for one in sets), "train_batch_size=8")
+        own = write_run(folder / f"replica_{replica}", losses(30, seed=replica), settings=settings)
+        events, writer = EventLog(own, 0), MetricsWriter(own)
+        for one in rounds:
+            step = 5 * one.round
+            writer.write(step, {"local_sgd/outer_norm": 2.0 + replica, "local_sgd/exchange_s": 0.5 + replica})
+            if replica in one.members:
+                told = {"members": one.members, "fetched_bytes": 1000 * (len(one.members) - 1), "waited_s": 0.25}
+                events.emit("local_sgd", "round", step=step, round=one.round, **told)
+                if len(one.members) == 1:
+                    without = {"left_out": one.left_out, "absent": one.absent}
+                    events.emit("local_sgd", "without", step=step, round=one.round, **without)
+            else:
+                why = {"reason": one.left_out.get(1, "it was late"), "wrong": 1 in one.left_out}
+                events.emit("local_sgd", "left_out", step=step, round=one.round, **why)
+        events.close()
+        writer.close()
+    with open(folder / ROUNDS_FILE, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(one.as_dict()) + "\n" for one in rounds)
+    return rounds

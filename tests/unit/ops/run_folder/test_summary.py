@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_folder import add_hang, add_incident, losses, write_run
+from run_folder import add_hang, add_incident, losses, write_replicas, write_run
+from typer.testing import CliRunner
 
+from megasdc.cli import app
 from megasdc.common.errors import (
     CheckpointError,
     ConfigError,
@@ -87,6 +89,46 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         summarize_run(tmp_path)
     (tmp_path / "study").mkdir()
     with pytest.raises(DataError, match="holds a study; give one of its folders replica_K"):
+        summarize_run(tmp_path)
+
+
+def test_replicas_of_local_sgd_are_summarised_together(tmp_path: Path) -> None:
+    """Rounds, who was left out, why and when it returned, bytes, waiting, DropCompute; of one replica, too; as JSON."""
+    write_replicas(tmp_path / "run")
+    page = add_incident(tmp_path / "run" / "replica_1", 10)
+    found = summarize_run(tmp_path / "run")
+    assert (found.steps, found.tokens_per_s, found.finished, found.state) == (30, 2 * 1016.0, True, "done")
+    assert found.last_loss == (losses(30, seed=0)[-1] + losses(30, seed=1)[-1]) / 2
+    rounds = found.rounds
+    assert rounds is not None and (rounds.rounds, rounds.planned_rounds, rounds.replicas) == (6, 6, 2)
+    out = [(one.replica, one.first, one.last, one.kind, one.returned) for one in rounds.left_out]
+    assert out == [(1, 2, 2, "wrong", 3), (1, 4, 5, "late", 6)]
+    assert (rounds.fetched_bytes, rounds.waited_s, rounds.members) == (6000, 9 * 0.25, (0, 1))
+    assert [(one.replica, one.rounds, one.tokens) for one in rounds.of_replicas] == [(0, 6, 6000), (1, 3, 2500)]
+    assert rounds.drop_share == pytest.approx(5 / 90)
+    (met,) = found.met
+    assert met.page == str(page)
+    said = render(found)
+    for text in ("6 of 6", "replica 1, round 2, wrong: its weights are not finite; it returned in round 3", "5.6%"):
+        assert text in said
+    alone = summarize_run(tmp_path / "run" / "replica_0")
+    assert alone.rounds == rounds and not alone.of_replicas
+    told = [one.what for one in alone.met]
+    assert told == [
+        "round 2 was made without replica 1, wrong: its weights are not finite",
+        "rounds 4 to 5 were made without replica 1, late: it was late, or not there",
+    ]
+    late = [one for one in summarize_run(tmp_path / "run" / "replica_1").met if one.kind == "left out"]
+    assert [one.what for one in late] == ["rounds 4 to 5 were made without this replica, late: it was late"]
+    assert late[0].done == "it took part again in round 6" and late[0].to_do == ""
+    result = CliRunner().invoke(app, ["summary", str(tmp_path / "run"), "--json", "--require-finished"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["rounds"]["left_out"][0]["first"] == 2
+
+
+def test_replicas_that_have_not_reported_a_step_are_refused(tmp_path: Path) -> None:
+    """Their launch has begun."""
+    (tmp_path / "rounds.jsonl").touch()
+    with pytest.raises(DataError, match="none of which has reported a step"):
         summarize_run(tmp_path)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from run_folder import add_hang, add_incident, losses, write_run
+from run_folder import add_hang, add_incident, losses, write_replicas, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app
@@ -27,6 +27,7 @@ from megasdc.ops.health.shared_folder_heartbeat import LOST_S
 from megasdc.ops.run_folder.record import load_run
 from megasdc.ops.run_folder.status import SILENT_S, status_of
 from megasdc.ops.top.command import wait_for_run
+from megasdc.ops.top.replicas import watcher_of
 from megasdc.ops.top.screen import Screen
 from megasdc.ops.top.view import RunFollower, RunView, RunWatcher
 
@@ -91,6 +92,34 @@ def test_a_run_is_shown_rank_by_rank(tmp_path: Path) -> None:
     assert said["slow"] == suspects and said["last_incident"]["path"] == str(hang)
     once = CliRunner().invoke(app, ["top", str(folder)])
     assert once.exit_code == 0 and "receive activation" in once.stdout, "no terminal: once"
+
+
+def test_replicas_of_local_sgd_are_shown_together(tmp_path: Path) -> None:
+    """The current round, members, who was left out; each replica with its hosts; of one alone the rounds, too."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "rounds.jsonl").touch()
+    starting = watcher_of(folder)
+    assert starting.read().state == "starting" and "no replica has begun yet" in shown(starting.read(), 160)
+    (folder / "rounds.jsonl").unlink()
+    rounds = write_replicas(folder)
+    add_host(folder / "replica_1", 0, [0, 1], phase="save")
+    view = starting.read()
+    assert [one.state for one in view.of_replicas] == ["done", "running"]
+    assert (view.state, view.over) == ("running", False)
+    assert view.loss == (losses(30, seed=0)[-1] + losses(30, seed=1)[-1]) / 2 and view.tokens_per_s == 2 * 1030.0
+    text = shown(view, width=160)
+    assert "rounds: 6 of 6, the last of replicas 0-1" in text and "save" in text
+    assert "left out: replica 1, round 2, wrong: its weights are not finite; it returned in round 3" in text
+    assert "left out: replica 1, rounds 4 to 5, late" in text and "replica_0  done" in text
+    assert json.loads(json.dumps(view.as_dict()))["rounds"]["members"] == [0, 1]
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(one.as_dict()) + "\n" for one in rounds[:5]))
+    alone = RunWatcher(folder / "replica_0").read()
+    assert alone.rounds is not None and alone.rounds.members == (0,) and not alone.of_replicas
+    assert "late, or not there; it has not returned" in shown(alone, width=160)
+    assert RunWatcher(write_run(tmp_path / "other", losses(3))).read().rounds is None
+    result = CliRunner().invoke(app, ["top", str(folder), "--once"])
+    assert result.exit_code == 0 and "rounds: 5 of 6" in result.stdout
 
 
 def test_slow_links_are_those_of_this_start_that_are_still_measured(tmp_path: Path) -> None:

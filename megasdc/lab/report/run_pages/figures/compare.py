@@ -48,6 +48,20 @@ def _together(name: str, title: str, metric: str, runs: Mapping[str, RunRecord])
     return over_steps(name, title, "", _curves(series, list(runs), **options), drawn, series)
 
 
+def together(name: str, title: str, metric: str, runs: Mapping[str, RunRecord]) -> Figure | None:
+    """A metric of several runs, by unique label, none of which the others are held against; None: none has it."""
+    series = {label: run.series[metric] for label, run in runs.items() if metric in run.series}
+    if not series:
+        return None
+    options: dict[str, Any] = {"mode": "lines+markers"} if metric == EVAL_LOSS else {}
+    traces = []
+    for place, (label, one) in enumerate(series.items()):
+        colour, dash = line_look(place)
+        traces.append(curve(label, one, colour, line={"dash": dash}, **options))
+    drawn = layout(HEIGHT, legend=True, yaxis=axis_of(*series.values()))
+    return over_steps(name, title, "", traces, drawn, series)
+
+
 def _difference(name: str, title: str, metric: str, runs: Mapping[str, RunRecord]) -> Figure:
     healthy, *others = runs
     series = {}
