@@ -20,14 +20,14 @@ from megasdc.lab.sweeps.sweep_file import load_sweep
 from tools.bench.machine import ROOT
 
 SWEEPS = ROOT / "configs" / "sweeps"
+SWEEPS_TOLD = ("pei_table_1", "pei_tables_2_3", "pei_skip_nan", "pei_model_size")
+SIZES = ("cpu", "cpu_2x2", "paper")
+"""Sweeps and sizes of the page; ``smoke`` shows the machinery alone, and maps nothing."""
 PAPER = "pei_2025"
-
 RATE, BOUND = 2, 35
 """Factors of learning rates and of absolute bounds; bounds by the second moment have no unit, and factor 1."""
 SAMPLES, TOKENS = 64, 16
 """Divisors of the samples of a batch, and of the tokens of a sample."""
-SWEEPS_TOLD = ("pei_table_1", "pei_tables_2_3", "pei_skip_nan", "pei_model_size")
-SIZES = ("cpu", "cpu_2x2", "paper")
 STEPS = 240
 """Steps of every run, also where the paper has 6000; steps within it are in proportion."""
 MODELS = {(1024, 24): (64, 4), (2048, 24): (128, 4), (2304, 24): (128, 4), (4096, 24): (160, 4), (6144, 12): (192, 2)}

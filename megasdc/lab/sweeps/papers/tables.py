@@ -1,4 +1,7 @@
-"""Numbers that the papers published: tables stored in JSON files beside this module, with their source."""
+"""Numbers that the papers published: tables stored in JSON files beside this module, with their source.
+
+The files have the conditions of the cells of sweeps too (``conditions``), which ``tools/bench/conditions.py`` reads.
+"""
 
 from __future__ import annotations
 
