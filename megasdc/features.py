@@ -336,6 +336,9 @@ def _build(start: Start) -> Built:
     times, slow = _times_and_stragglers(start, drop, writer)
     local_sgd = _local_sgd(start, writer, recording.detection)
     memory, saver = _savers(start, writer, recording.detection, local_sgd)
+    evaluator = _evaluator(start, writer)
+    if local_sgd is not None and evaluator is not None:
+        local_sgd.after_late_round = evaluator.evaluate_when_due
     return Built(
         start=start,
         recording=recording,
@@ -351,7 +354,7 @@ def _build(start: Start) -> Built:
         health=_health(start),
         links=_link_pings(start, writer),
         isolation=_isolation_limit(start),
-        evaluator=_evaluator(start, writer),
+        evaluator=evaluator,
         reporter=_reporter(start, writer),
         archiver=_archiver(start, writer),
     )

@@ -32,9 +32,9 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 AtResume = Literal["refused", "universal", "flag", "applied", "-"]
 """Effect of a field whose value differs from that in the checkpoint from which a run resumes.
 
-refused: the saved weights would be those of another model. universal: refused too, but a new run may start with it
-from a universal checkpoint. flag: refused unless ``--allow-changed`` names the field. applied: used from the first step
-on, and reported. -: it affects neither training nor detection, or it controls how a start is made.
+refused: the saved state would be that of another model, or of other replicas. universal: refused too, but a new run may
+start with it from a universal checkpoint. flag: refused unless ``--allow-changed`` names the field. applied: used from
+the first step on, and reported. -: it affects neither training nor detection, or it controls how a start is made.
 """
 REFUSED: dict[str, Any] = {"at_resume": "refused"}
 UNIVERSAL: dict[str, Any] = {"at_resume": "universal"}

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megasdc.config.fields import (
+    REFUSED,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -30,12 +31,17 @@ class LocalSgdSection(Section):
     needs = tunes("local_sgd.replicas")
 
     replicas: PositiveInt | None = setting(
-        None, "Replicas N, each a launch of its own; `megasdc launch --replicas N` sets it; null: no Local-SGD."
+        None,
+        "Replicas N, each a launch of its own; `megasdc launch --replicas N` sets it; null: no Local-SGD.",
+        REFUSED,
     )
     replica: NonNegativeInt = setting(
-        0, "Number of this replica, from 0; `megasdc launch --replicas` sets it.", needs=asks("local_sgd.replicas")
+        0,
+        "Number of this replica, from 0; `megasdc launch --replicas` sets it.",
+        REFUSED,
+        needs=asks("local_sgd.replicas"),
     )
-    every: PositiveInt = setting(500, "Local steps H of a round, after which replicas agree on their weights.")
+    every: PositiveInt = setting(500, "Local steps H of a round, after which replicas agree on their weights.", REFUSED)
     outer: Literal["average", "nesterov"] = setting(
         AVERAGE,
         "average: the mean of the weights, each weighted by the tokens that its replica has used; nesterov: the outer "

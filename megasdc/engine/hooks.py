@@ -56,12 +56,14 @@ class RunEnd:
         reason: why the run ends after this step, the same on all ranks; None: it goes on.
         error: exception that is raised at the end, once the run is saved; None: it has ended well.
         must_stop_soon: whether the reason is a signal or a time limit, after which processes may be killed.
+        waits_for_others: whether other replicas have still to say what the weights after this step are.
         results: fields of the end event.
     """
 
     reason: str | None = None
     error: Exception | None = None
     must_stop_soon: bool = False
+    waits_for_others: bool = False
     results: dict[str, Any] = field(default_factory=dict)
 
 

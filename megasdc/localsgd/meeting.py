@@ -61,13 +61,28 @@ class MeetingServer:
         self._loaded: dict[int, tuple[int, str]] = {}
         """What replicas have loaded that have joined before the first round; kept until training begins."""
         self._ended: set[int] = set()
-        self._has_begun = False
+        """Replicas that are done, and wait for the others; and whose processes have ended for good."""
+        self._is_last = False
+        self.has_begun = self.is_stopping = False
+        """Whether training has begun, with all replicas that are waited for; and whether all are told to stop."""
         self.joined: set[int] = set()
         """Replicas that have been there."""
         self._failed = ""
         self._is_over = False
         self._door = Door(address, secret, self._serve)
         self.address, self.port = self._door.address, self._door.port
+
+    def stop(self) -> None:
+        """Have no more rounds begin to be made: who waits for one stops where it is, and goes on there another time."""
+        with self._changed:
+            self.is_stopping = True
+            self._changed.notify_all()
+
+    def has_ended(self, replica: int) -> None:
+        """Wait for a replica no longer: its process has ended for good."""
+        with self._changed:
+            self._ended.add(replica)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop listening; connections end."""
@@ -101,6 +116,7 @@ class MeetingServer:
             "agree": self._agree,
             "newest": lambda replica, fields, connection: self._newest(replica),
             "done": self._done,
+            "stop": self._stop_asked,
         }
         name, fields = str(message.pop("ask", "")), message
         if name not in asked:
@@ -122,7 +138,8 @@ class MeetingServer:
         """Let the meeting go on where it can, and wake who waits for that."""
         before = self._meeting.plan
         try:
-            self._meeting.look()
+            if not self.is_stopping or self._is_last:
+                self._meeting.look()
         except NothingLeftError as error:
             self._failed = str(error)
         if self._failed or self._meeting.plan is not before:
@@ -131,17 +148,23 @@ class MeetingServer:
     def _join(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         number, digest = int(fields["round"]), str(fields["digest"])
         doors = [(str(host), int(port)) for host, port in fields["doors"]]
-        if not self._has_begun:
+        if not self.has_begun:
             self._loaded[replica] = number, digest
-            self._wait(connection, lambda: self._has_begun or len(self._loaded) == self._replicas, self._start_s)
-            if not self._has_begun:
+            self._wait(connection, self._may_begin, self._start_s)
+            if self.is_stopping:
+                return {"stopping": True}
+            if not self.has_begun:
                 self._meeting.begin(self._loaded)
-                self._has_begun = True
+                self.has_begun = True
                 self._changed.notify_all()
         self.joined.add(replica)
         goes_on = self._meeting.join(replica, number, digest, doors)
         self._look()
         return {"goes_on": goes_on, **self._newest(replica)}
+
+    def _may_begin(self) -> bool:
+        is_complete = len(self._loaded.keys() | self._ended) == self._replicas
+        return self.has_begun or self.is_stopping or is_complete
 
     def _threshold(self) -> dict[str, Any]:
         """The chosen threshold, where there is one."""
@@ -156,11 +179,14 @@ class MeetingServer:
         return {"round": meeting.round, "sources": sources, **self._threshold()}
 
     def _report(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        self._is_last = bool(fields.pop("is_last"))
         report = Report(**fields)
         meeting = self._meeting
         if meeting.report(replica, report):
             self._look()
-            self._wait(connection, lambda: meeting.plan is not None or meeting.round >= report.round)
+            self._wait(connection, lambda: self._is_made(report.round) or (self.is_stopping and not self._is_last))
+            if not self._is_made(report.round):
+                return self._or_failed({"stopping": True})
             plan = meeting.plan
             if plan is not None and plan.round == report.round and replica in plan.members:
                 members = [[one, meeting.doors(one), of.tokens] for one, of in plan.members.items()]
@@ -172,6 +198,10 @@ class MeetingServer:
         if made is not None and replica in made.looks:
             told["look"] = asdict(made.looks[replica])
         return self._or_failed({**told, **self._newest(replica)})
+
+    def _is_made(self, number: int) -> bool:
+        """Whether the members of a round are fixed, or it is over."""
+        return self._meeting.plan is not None or self._meeting.round >= number
 
     def _have(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         number, received = int(fields["round"]), set(map(int, fields["received"]))
@@ -202,7 +232,13 @@ class MeetingServer:
         """Wait until all replicas that are connected are done: one that was late may need the weights of another."""
         self._ended.add(replica)
         self._changed.notify_all()
-        self._wait(connection, lambda: self._ended.issuperset(self._meeting.there), self._exchange_s)
+        everybody = self._ended.issuperset
+        self._wait(connection, lambda: self.is_stopping or everybody(self._meeting.there), self._exchange_s)
+        return {}
+
+    def _stop_asked(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
+        self.is_stopping = True
+        self._changed.notify_all()
         return {}
 
     def _or_failed(self, answer: dict[str, Any]) -> dict[str, Any]:
@@ -255,9 +291,12 @@ class MeetingLine:
         """Say which weights this replica has; the answer says whether it goes on with them."""
         return self.ask("join", round=number, digest=digest, doors=list(doors))
 
-    def report(self, report: Report) -> dict[str, Any]:
-        """Report the local steps of a round; the answer has its members, or why this replica is none."""
-        return self.ask("report", **asdict(report))
+    def report(self, report: Report, *, is_last: bool) -> dict[str, Any]:
+        """Report the local steps of a round; the answer has its members, or why this replica is none.
+
+        Or that all are told to stop, which does not keep the last round of a run from being made.
+        """
+        return self.ask("report", is_last=is_last, **asdict(report))
 
     def have(self, number: int, received: Sequence[int]) -> dict[str, Any]:
         """Say whose weights all ranks of this replica have; the answer has those that the round is made of."""

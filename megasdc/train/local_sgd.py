@@ -41,6 +41,7 @@ from megasdc.sdc.finding import LEAVE_OUT, Finding, Suspects
 from megasdc.sdc.incident import RoundEvidence, RoundLook
 from megasdc.sdc.verdict import INCONCLUSIVE, ROUNDS, RankVerdict
 from megasdc.train.detection.finding_policy import Incidents
+from megasdc.train.stop import TIME_LIMIT
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ EVENT_KIND = "local_sgd"
 ATTEMPTS = 20
 """Attempts to take over the weights that others have agreed on, which change with each of their rounds."""
 PAUSE_S = 0.5
+STOPPED = "the replicas were told to stop"
 NEW_MOMENTS = MomentumReset(interval=1, warmup_steps=0, warmup_start=1.0, restart_bias_correction=True)
 """Sets moments to zero, and their count of steps."""
 
@@ -63,6 +65,7 @@ class LocalSgd(Hook):
     Attributes:
         changed: called after the weights have changed between two steps.
         incidents: reports that this replica was left out as wrong; None: only its event says it.
+        after_late_round: called at the start of a run that was stopped at the end of a round, once that is made.
 
     Raises:
         ConfigError: the launch has no secret.
@@ -97,6 +100,7 @@ class LocalSgd(Hook):
         self.changed: Callable[[], None] = lambda: None
         self.incidents: Incidents | None = None
         self._suspects = Suspects()
+        self.after_late_round: Callable[[Run], None] = lambda run: None
 
     def _build_gate(self) -> ReplicaGate | None:
         """The gate that stops a local step; None: a round ends with a whole step, since more than one rank decides."""
@@ -128,21 +132,29 @@ class LocalSgd(Hook):
         if run.dims.rank == 0:
             self._line = MeetingLine(self._replica, self._secret)
         answer = self._on_first(lambda line: line.join(self._round, self._digest, doors))
+        if "stopping" in answer:
+            run.end.reason = STOPPED
+            return
         if not answer["goes_on"]:
             reason = "it has joined later, or with other weights"
             self._take_over(answer, reason, wrong=False)
             told: dict[str, Any] = {"round": self._round, "reason": reason, "wrong": False}
             run.events.emit_on_rank_0(EVENT_KIND, "left_out", step=run.step, **told)
         self._begin_round(answer)
+        if self._steps and run.step % self._section.every == 0:  # it was stopped while it waited for the others
+            self._end_round(run)
+            self.after_late_round(run)
 
     def on_end(self, run: Run) -> None:
-        """Wait until the other replicas are done, which may need this one's weights.
+        """Wait until the other replicas are done, which may need this one's weights; they stop where it has no time.
 
         Collective: all ranks of the world.
         """
         if run.step >= run.steps and run.end.error is None:
             run.enter("SAVE")
             self._on_first(lambda line: line.ask("done"))
+        elif run.end.reason == TIME_LIMIT:
+            self._on_first(lambda line: line.ask("stop"))
 
     def close(self) -> None:
         """Leave the meeting."""
@@ -208,8 +220,11 @@ class LocalSgd(Hook):
         norm, finite = self._norm(masters)
         times = self._clock.times if self._measures else None
         report = Report(number, self._tokens, self._steps, self._micro_batches, norm, finite, self._digest, times)
-        answer = self._on_first(lambda line: line.report(report))
+        answer = self._on_first(lambda line: line.report(report, is_last=run.step >= run.steps))
         self._waited_s = time.monotonic() - began
+        if "stopping" in answer:
+            run.end.reason, run.end.waits_for_others = STOPPED, True
+            return
         if "members" in answer:
             answer = self._exchange(number, masters, answer)
         if "members" not in answer:
@@ -349,8 +364,7 @@ class LocalSgd(Hook):
 
     def own_state(self) -> dict[str, Any]:
         """This rank's shard of what was agreed on last, where the weights of the run do not say it."""
-        steps_into_a_round = self._run.step % self._section.every
-        if not (steps_into_a_round or self._agreed.momentum):
+        if not (self._steps or self._agreed.momentum):
             return {}
         return {AGREED_WEIGHTS: [one.cpu() for one in self._agreed.tensors]}
 

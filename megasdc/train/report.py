@@ -266,7 +266,14 @@ class Evaluator(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Evaluate when it is due."""
-        if run.step % self.interval and run.step < run.steps:
+        self.evaluate_when_due(run)
+
+    def evaluate_when_due(self, run: Run) -> None:
+        """Evaluate after a step that calls for it, unless its weights are still to be agreed on.
+
+        Collective: all ranks of the world where it is due.
+        """
+        if (run.step % self.interval and run.step < run.steps) or run.end.waits_for_others:
             return
         run.enter("EVALUATION")
         start = time.perf_counter()

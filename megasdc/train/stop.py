@@ -29,6 +29,10 @@ LAST_SKIPPED = 10
 """Number of last steps of a run that, if all were skipped for NaN or Inf, make it end with an error."""
 
 
+TIME_LIMIT = "time limit"
+"""The reason of a stop at ``training.time_limit_s``."""
+
+
 def where_to_go_on(run: Run, folder: Path | None) -> str:
     """The checkpoint to go back to after NaN and Inf, in a sentence that says if there is none.
 
@@ -290,7 +294,7 @@ class StopWatch(Hook):
         if number:
             run.end.reason = f"signal {signal.Signals(number).name}"
         elif time_is_up:
-            run.end.reason = "time limit"
+            run.end.reason = TIME_LIMIT
         elif self.stop_step is not None and run.step >= self.stop_step:
             passed = "" if run.step == self.stop_step else ", which the run had passed before"
             run.end.reason = f"training.stop_step {self.stop_step}{passed}"

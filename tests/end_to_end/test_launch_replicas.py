@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from whole_runs import events_of, prepare_text, write_config
 
 from megasdc.ops.launch.launch_verdict import read_met
+from megasdc.metrics.writer import read_metrics
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
 EVERY, STEPS = 4, 160
@@ -25,8 +27,8 @@ def _rounds(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _command(config: Path) -> list[str]:
-    launch = [sys.executable, "-m", "megasdc", "launch", "--replicas", "2", "--num-ranks", "1"]
+def _command(config: Path, replicas: int = 2) -> list[str]:
+    launch = [sys.executable, "-m", "megasdc", "launch", "--replicas", f"{replicas}", "--num-ranks", "1"]
     return [*launch, "--config", str(config)]
 
 
@@ -79,8 +81,9 @@ def test_a_lost_replica_stops_nobody_and_returns(tmp_path: Path) -> None:
 
 
 def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: Path) -> None:
-    """SIGTERM to the command has both replicas save; kill -9 of it alone ends them, and nothing is left behind. The
-    same command goes on after either, with the weights of a run that was never stopped.
+    """SIGTERM to the command has both replicas save, one of which waits for the other; kill -9 of it alone ends them,
+    and nothing is left behind. The same command goes on after either, with the weights and the losses of validation of
+    a run that was never stopped.
     """
     data, digests = prepare_text(tmp_path), []
     for name, number in (("whole", None), ("stopped", signal.SIGTERM), ("stopped", signal.SIGKILL), ("stopped", None)):
@@ -88,20 +91,23 @@ def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: 
         changes = {
             "deepspeed__train_batch_size": 1,
             "training__steps": 48,
-            "training__eval_interval": 0,
+            "training__eval_interval": EVERY,
             "checkpoint__interval": EVERY,
             "local_sgd": {"every": EVERY, "outer": "nesterov"},
-            "delay": [{"kind": "normal", "mean_s": 0.1, "std_s": 0.01}] if number else [],
+            "delay": [{"kind": "slow_rank", "replica": 1, "delay_s": 0.5}] if number else [],
         }
         config = write_config(tmp_path / f"{name}.json", data, run_dir, **changes)
         with subprocess.Popen(_command(config), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             if number is not None:
                 _wait_for_rounds(process, run_dir, len(_rounds(run_dir)) + 2)
+                time.sleep(1.0)  # the first replica waits for the other one
                 records = [one for k in (0, 1) for one in (run_dir / f"replica_{k}" / "done").glob("*/started_*.json")]
                 pids = [json.loads(one.read_text())["pid"] for one in records]
                 process.send_signal(number)
             out, _ = process.communicate(timeout=120)
         assert process.returncode == {None: 0, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], out
+        if number is signal.SIGTERM:
+            assert re.search(r"replica 0: .* stopped at step \d+ of 48: the replicas were told to stop", out), out
         if number is not None:
             deadline = time.monotonic() + 60
             while any(map(_is_there, pids)):
@@ -113,3 +119,10 @@ def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: 
             assert len(set(ends)) == 1
             digests += ends
     assert len(set(digests)) == 1, "stops change no bits"
+    whole, stopped = (
+        {row["step"]: row["eval/loss"] for row in read_metrics(tmp_path / name / "replica_0") if "eval/loss" in row}
+        for name in ("whole", "stopped")
+    )
+    assert whole == stopped and sorted(whole) == list(range(EVERY, 49, EVERY))
+    more = subprocess.run(_command(config, 3), capture_output=True, text=True, check=False, timeout=60)
+    assert more.returncode == 72 and "replicas: saved with 2, now 3" in more.stderr and "all end" in more.stderr

@@ -236,15 +236,20 @@ def _run(every: Sequence[_Replica], server: MeetingServer) -> tuple[ReplicaEnd, 
                     one.start()
                     continue
                 ends[one.number] = ReplicaEnd(one.number, code, str(one.run_dir), one.starts)
+                server.has_ended(one.number)
+                if code and not (server.has_begun or server.is_stopping):
+                    print_front_message(f"replica {one.number} has not come to train (exit code {code}): all end")
+                    _stop(every, server, signal.SIGTERM)
     except BaseException as error:  # told to stop
         print_front_message(f"the replicas save and end; to go on: {shlex.join(['megasdc', *sys.argv[1:]])}")
-        _stop(every, signal.SIGTERM if not isinstance(error, KeyboardInterrupt) else signal.SIGINT)
+        _stop(every, server, signal.SIGTERM if not isinstance(error, KeyboardInterrupt) else signal.SIGINT)
         raise
     return tuple(ends[one.number] for one in every)
 
 
-def _stop(every: Sequence[_Replica], number: int) -> None:
+def _stop(every: Sequence[_Replica], server: MeetingServer, number: int) -> None:
     """Have all replicas save and end, and wait for that."""
+    server.stop()
     running = [one.process for one in every if one.process is not None and one.process.poll() is None]
     for process in running:
         process.send_signal(number)

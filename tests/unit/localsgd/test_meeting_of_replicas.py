@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from megasdc.localsgd.rounds import Meeting, Report
 from megasdc.parallel.rendezvous import ROUNDS_VARIABLE
 
 SECRET = b"x" * 32
+LAST = 9
+"""Round with which a run ends."""
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def report(line: MeetingLine, number: int = 1, **changes: Any) -> Callable[[], dict[str, Any]]:
     """A call that reports a round."""
     own = Report(number, 10, 2, 4, 1.0, True, "a")
-    return lambda: line.report(Report(**{**vars(own), **changes}))
+    return lambda: line.report(Report(**{**vars(own), **changes}), is_last=number == LAST)
 
 
 def test_training_begins_with_all_and_each_learns_of_its_round(server: MeetingServer) -> None:
@@ -86,6 +89,42 @@ def test_a_round_of_which_nothing_can_be_used_ends_all(server: MeetingServer) ->
         assert isinstance(answer, CorruptionError) and "no replica can be relied on" in str(answer)
     with pytest.raises(LaunchError, match="megasdc launch --replicas"):
         MeetingLine(1, b"y" * 32)
+
+
+def test_who_waits_when_all_are_told_to_stop_stops_there(server: MeetingServer) -> None:
+    """Before training and within a round; the last round is made by those that are left."""
+    line = MeetingLine(0, SECRET)
+    joined: list[dict[str, Any]] = []
+    waits = threading.Thread(target=lambda: joined.append(line.join(0, "a", [])))
+    waits.start()
+    time.sleep(0.3)
+    assert not server.has_begun
+    server.stop()
+    waits.join(10)
+    assert joined == [{"stopping": True}]
+
+    other = MeetingServer(Meeting(3, None), 3, "127.0.0.1", SECRET, start_s=30.0)
+    os.environ[ROUNDS_VARIABLE] = f"127.0.0.1:{other.port}"
+    other.has_ended(2)
+    lines = [MeetingLine(replica, SECRET) for replica in range(2)]
+    found = together(*(lambda line=line: line.join(LAST - 2, "a", []) for line in lines))
+    assert [one["goes_on"] for one in found] == [True] * 2 and other.has_begun, "the third is not waited for"
+    asked = threading.Timer(0.5, lambda: lines[1].ask("stop"))
+    asked.start()
+    assert report(lines[0], LAST - 1)() == {"stopping": True}
+    asked.join(10)
+    assert report(lines[1], LAST - 1)() == {"stopping": True}
+    other.close()
+
+    last = MeetingServer(Meeting(2, None), 2, "127.0.0.1", SECRET, start_s=30.0)
+    os.environ[ROUNDS_VARIABLE] = f"127.0.0.1:{last.port}"
+    lines = [MeetingLine(replica, SECRET) for replica in range(2)]
+    together(*(lambda line=line: line.join(LAST - 1, "a", []) for line in lines))
+    last.stop()
+    threading.Timer(0.5, lines[1].close).start()
+    assert [one for one, _, _ in report(lines[0], LAST)()["members"]] == [0]
+    assert lines[0].have(LAST, [0])["members"] == [0] and lines[0].ask("done") == {}
+    last.close()
 
 
 def test_a_replica_alone_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
