@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from whole_runs import events_of, prepare_text, write_config
 
-from megasdc.ops.launch.launch_verdict import read_met
 from megasdc.metrics.writer import read_metrics
+from megasdc.ops.launch.launch_verdict import read_met
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
 EVERY, STEPS = 4, 160
