@@ -61,7 +61,7 @@ class ReplicaEnd:
 class ReplicasResult:
     """How a launch of replicas has ended.
 
-    ``exit_code``: 0 if all replicas are done, else that of the first one that is not; ``rounds``: number of the last
+    ``exit_code``: 0 if all replicas are done, else that of the first to end otherwise; ``rounds``: number of the last
     round that was agreed on.
     """
 
@@ -167,7 +167,8 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
             rounds.close()
         together.close()
     code = next((one.exit_code for one in ends if one.exit_code), 0)
-    return ReplicasResult(code, str(folder), made[-1].round if made else 0, ends)
+    by_number = tuple(sorted(ends, key=lambda one: one.replica))
+    return ReplicasResult(code, str(folder), made[-1].round if made else 0, by_number)
 
 
 def _divide(request: LaunchRequest, replicas: int) -> list[LaunchRequest]:
@@ -216,9 +217,9 @@ def _command(request: LaunchRequest, number: int, replicas: int, folder: Path, d
 
 
 def _run(every: Sequence[_Replica], server: MeetingServer) -> tuple[ReplicaEnd, ...]:
-    """Run all replicas to their ends; one that has trained, and was killed or hangs, is started again.
+    """Run all replicas to their ends, in whose order they are returned.
 
-    Not where no other goes on.
+    One that has trained, and was killed or hangs, is started again; not where no other goes on.
     """
     ends: dict[int, ReplicaEnd] = {}
     try:
@@ -244,7 +245,7 @@ def _run(every: Sequence[_Replica], server: MeetingServer) -> tuple[ReplicaEnd, 
         print_front_message(f"the replicas save and end; to go on: {shlex.join(['megasdc', *sys.argv[1:]])}")
         _stop(every, server, signal.SIGTERM if not isinstance(error, KeyboardInterrupt) else signal.SIGINT)
         raise
-    return tuple(ends[one.number] for one in every)
+    return tuple(ends.values())
 
 
 def _stop(every: Sequence[_Replica], server: MeetingServer, number: int) -> None:
