@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from tools.bench.commands import app
 from tools.bench.drops.options import DropTrainOptions, Setting
-from tools.bench.drops.training_setup import draw
-from tools.bench.small.gpt import SmallGpt
+from tools.bench.drops.training import PATTERN, train_all
+from tools.bench.drops.training_setup import draw, run_config
+from tools.bench.rank import run_in_ranks
+from tools.bench.small.gpt import SmallGpt, prepare_library
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -87,6 +89,33 @@ def test_a_sample_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     again = CliRunner().invoke(app, ["drop-training", *small])
     assert again.exit_code == 0, again.output
     assert json.loads(out.read_text())["runs"] == found["runs"]
+
+
+def test_all_replicas_train_as_rows_of_one_batch(tmp_path: Path) -> None:
+    """Losses are those of as many ranks that drop the same by DropCompute, and the steps to equal loss are told."""
+    out = tmp_path / "all.json"
+    small = ["--steps", "6", "--seeds", "1", "--rates", "0.45", "--evaluations", "3", "--eval-samples", "4"]
+    small += ["--hidden", "32", "--layers", "1", "--sequence", "16", "--micro-batches", "6", "--replicas", "2"]
+    done = CliRunner().invoke(app, ["drop-training", "--all-train", *small, "--out", str(out)])
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = json.loads(out.read_text())
+    gpt = SmallGpt(32, 1, 16, 1024, micro_batches=6)
+    options = DropTrainOptions(6, 1, (0.45,), 2, gpt, evaluations=3, eval_samples=4, all_train=True)
+    none, late = options.settings
+    drawn = draw(options, late, 1)
+    assert drawn.completed.shape == (6, 2) and (drawn.completed < 6).any()
+    assert [run["samples"] for run in found["runs"]] == [72, drawn.completed.sum()]
+    data = prepare_library(tmp_path / "data", gpt.vocab, PATTERN)
+    configs = []
+    for number, setting in enumerate((none, late)):
+        decisions = tmp_path / f"decisions_{number}.jsonl"
+        draw(options, setting, 1).write(decisions, gpt.micro_batches)
+        configs.append(run_config(options, data, tmp_path / f"run_{number}", setting, 1, decisions))
+    ranks = run_in_ranks(train_all, {"configs": configs, "rows": [None, None]}, 2, tmp_path)
+    for run, wanted in zip(found["runs"], ranks, strict=True):
+        assert run["samples"] == wanted["samples"]
+        assert [loss for _, loss in run["losses"]] == pytest.approx([loss for _, loss in wanted["losses"]], rel=1e-5)
+    assert found["equal_loss"] and found["verdict"] in " ".join(done.output.split())
 
 
 @pytest.mark.full

@@ -45,7 +45,8 @@ class StepTimesOfRun:
         gc_s: duration of garbage collection in the step, likewise.
         hosts: names, [replica][stage].
         notes: what was ignored, a sentence each.
-        ended: whether the replica's last backward pass was ended, [replica, step].
+        layers: transformer layers after which the replica's last backward pass was ended, [replica, step]; -1: it is
+            whole.
     """
 
     run: Path
@@ -59,7 +60,12 @@ class StepTimesOfRun:
     gc_s: NDArray[np.float64]
     hosts: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
-    ended: NDArray[np.bool_]
+    layers: NDArray[np.int64]
+
+    @property
+    def ended(self) -> NDArray[np.bool_]:
+        """Whether the replica's last backward pass was ended, [replica, step]."""
+        return self.layers >= 0
 
     @property
     def is_whole(self) -> NDArray[np.bool_]:
@@ -85,7 +91,7 @@ class StepTimesOfRun:
         width = int(self.planned[chosen].max())
         cut = {name: getattr(self, name)[:, :, chosen, :width] for name in _LISTS}
         cut |= {name: getattr(self, name)[:, :, chosen] for name in _NUMBERS}
-        cut["ended"] = self.ended[:, chosen]
+        cut["layers"] = self.layers[:, chosen]
         kept = self.notes if chosen.all() else (*self.notes, *notes)
         return replace(self, steps=self.steps[chosen], planned=self.planned[chosen], notes=kept, **cut)
 
@@ -225,6 +231,8 @@ def _checked_row(line: dict[str, Any], where: str) -> dict[str, Any]:
     for key, value in values:
         if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise DataError(f"{where}: {key} holds {value!r}, needed finite seconds >= 0")
+    if (layers := line.get("layers")) is not None and (not isinstance(layers, int) or layers < 0):
+        raise DataError(f"{where}: layers is {layers!r}, needed a whole number of transformer layers")
     starts, ends = line["start_s"], line["end_s"]
     if not 1 <= len(starts) <= line["planned"]:
         raise DataError(f"{where}: {len(starts)} micro-batches were completed, of {line['planned']} planned")
@@ -253,11 +261,12 @@ def _as_arrays(run: Path, files: dict[tuple[int, int], _File], notes: list[str])
     shape = (replicas, stages, len(steps))
     lists = {name: np.full((*shape, max(planned)), np.nan) for name in _LISTS}
     numbers = {name: np.empty(shape) for name in _NUMBERS}
-    ended = np.zeros((replicas, len(steps)), dtype=bool)
+    layers = np.full((replicas, len(steps)), -1)
     for (replica, stage), file in files.items():
         for place, step in enumerate(steps):
             row = file.rows[step]
-            ended[replica, place] |= row.get("layers") is not None
+            if row.get("layers") is not None:
+                layers[replica, place] = row["layers"]
             _check_agreement(file, row, files[replica, 0].rows[step], planned[place])
             for name in _LISTS:
                 lists[name][replica, stage, place, : len(row[name])] = row[name]
@@ -265,7 +274,7 @@ def _as_arrays(run: Path, files: dict[tuple[int, int], _File], notes: list[str])
                 numbers[name][replica, stage, place] = row[name]
     hosts = tuple(tuple(str(files[r, s].layout.get("host")) for s in range(stages)) for r in range(replicas))
     return StepTimesOfRun(
-        run, np.array(steps), np.array(planned), **lists, **numbers, hosts=hosts, notes=tuple(notes), ended=ended
+        run, np.array(steps), np.array(planned), **lists, **numbers, hosts=hosts, notes=tuple(notes), layers=layers
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,27 @@ def test_scores_and_verdict_of_training() -> None:
     assert "10 % of micro-batches changes the final loss by +0.01 %" in result.verdict
     assert result.verdict.endswith("of over 0.50 %: 10 %, defer.")
     json.dumps(result.as_dict(), allow_nan=False)
+
+
+def test_steps_and_time_to_equal_loss() -> None:
+    """By hand: the loss after 30 steps is reached after 33, halfway between evaluations, in the time of those steps;
+    one that is not reached has no row.
+    """
+    options = replace(SMALL, seeds=1, rates=(0.45,), replicas=8, evaluations=4, all_train=True)
+    none, late = options.settings
+    falls = ((10, 6.0), (20, 5.5), (30, 5.2), (40, 5.1))
+    lags = ((10, 6.1), (20, 5.6), (30, 5.23), (40, 5.13))
+    runs = [DropRun(none, 1, 40, 1920, 1000, 0, falls, 3.0), DropRun(late, 1, 40, 1800, 1000, 0, lags, 3.0)]
+    result = DropTrainResult({}, options, runs)
+    first, second = result.equal_loss
+    assert (first.step, second.step, second.losses) == (20, 30, (5.2,))
+    steps = 20 + 10 * (5.6 - 5.5) / (5.6 - 5.23), 33.0
+    assert [one.steps[0] for one in result.equal_loss] == pytest.approx([steps[0] / 20, steps[1] / 30])
+    plain, drops = (draw(options, one, 1).step_s for one in (none, late))
+    assert second.time[0] == pytest.approx(drops[:33].sum() / plain[:30].sum()) and second.time[0] < second.steps[0]
+    assert draw(options, late, 1).completed.shape == (40, 8)
+    mean = 100 * ((first.steps[0] + second.steps[0]) / 2 - 1)
+    assert f"at most 45 %, given up (6.2 % are): {mean:+.1f} ({mean:+.1f} to {mean:+.1f}) % steps" in result.verdict
 
 
 def test_a_log_of_runs_goes_on_and_is_of_one_campaign(tmp_path: Path) -> None:

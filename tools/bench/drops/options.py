@@ -173,12 +173,14 @@ class DropSpeedupOptions(Options):
 class Setting:
     """Share of micro-batches dropped in a run, and what becomes of their samples: ``discard`` or ``defer``.
 
-    Compensation is as in the section; None: none.
+    Compensation is as in the section; None: none. ``chosen``: the threshold is searched for, as a run with threshold
+    "auto" does, and the share is the largest that it may drop.
     """
 
     rate: float
     samples: str = DISCARD
     compensation: str | None = None
+    chosen: bool = False
 
     @property
     def fate(self) -> str:
@@ -190,7 +192,8 @@ class Setting:
     @property
     def name(self) -> str:
         """As tables show it."""
-        return f"{100 * self.rate:g} %" + (f", {self.fate}" if self.rate else "")
+        share = f"{'at most ' if self.chosen else ''}{100 * self.rate:g} %"
+        return share + (f", {self.fate}" if self.rate else "")
 
 
 COMPENSATIONS = tuple(Setting(COMPENSATED_RATE, DISCARD, one) for one in (EXTRA_STEPS, LARGER_BATCH, RESAMPLE))
@@ -212,11 +215,15 @@ class DropTrainOptions(Options):
 
     Which ones are late is simulated for many replicas and repeated by two that train. Prints final losses as Table 1
     of Giladi et al. 2023 does, and loss against steps and simulated time. It only measures; there is no bar.
+    With --all-train every replica trains, thresholds are chosen as in a run, and steps and time to equal loss are
+    printed, as in Figure 5 there.
 
     Args:
         rates: shares that are dropped without compensation; 0 is always among them.
         learning_rate: largest one of the schedule.
         evaluations: of a run, at equal distances.
+        all_train: whether all replicas train, in one rank: row r of micro-batch m is that of replica r, and what it
+            drops is masked out of the loss. Thresholds are then the chosen ones that drop at most these shares.
     """
 
     steps: int = option(240, "Optimizer steps of a run.", least=1)
@@ -232,6 +239,7 @@ class DropTrainOptions(Options):
     learning_rate: float = option(2e-3, "Peak of the schedule.")
     evaluations: int = option(6, "Evaluations of a run; a divisor of --steps.", least=1)
     eval_samples: int = option(256, "Validation samples.", least=1)
+    all_train: bool = option(False, "Train all replicas, as rows of one batch, with thresholds chosen within --rates.")
 
     def problems(self) -> list[str]:
         """See ``Options``."""
@@ -249,8 +257,15 @@ class DropTrainOptions(Options):
     @property
     def settings(self) -> list[Setting]:
         """All of them, that without any loss first."""
-        rates = [Setting(rate) for rate in (0.0, *self.rates)]
+        rates = [Setting(rate, chosen=self.all_train and rate > 0) for rate in (0.0, *self.rates)]
+        if self.all_train:
+            return rates
         return [*rates, *COMPENSATIONS, Setting(COMPENSATED_RATE, DEFER)]
+
+    @property
+    def trained(self) -> int:
+        """Number of replicas that train."""
+        return self.replicas if self.all_train else REPLICAS
 
     @property
     def runs(self) -> list[tuple[Setting, int]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
+
+import numpy as np
 
 from tools.bench.drops.options import DropTrainOptions, Setting
 from tools.bench.drops.training_setup import draw
@@ -100,6 +104,55 @@ def score(runs: Sequence[DropRun], options: DropTrainOptions) -> list[SettingSco
     return found
 
 
+@dataclass(frozen=True)
+class EqualLoss:
+    """What runs of one setting need for the loss that those with nothing dropped have after ``step`` steps.
+
+    ``losses``: these, by seed; ``steps`` and ``time``, simulated: over those of the run of the same seed with nothing
+    dropped, by seed.
+    """
+
+    setting: Setting
+    step: int
+    losses: tuple[float, ...]
+    steps: tuple[float, ...]
+    time: tuple[float, ...]
+
+
+def to_equal_loss(runs: Sequence[DropRun], options: DropTrainOptions) -> list[EqualLoss]:
+    """Steps and time to equal loss, at the evaluations of the second half of the runs that drop nothing.
+
+    Where a loss is reached is interpolated between evaluations, at the first that is not above it. Losses that a seed
+    does not reach have no row.
+    """
+    base = {run.seed: run for run in runs if not run.setting.rate}
+    seconds = {(run.setting, run.seed): [0.0, *draw(options, run.setting, run.seed).step_s.cumsum()] for run in runs}
+
+    def reach(run: DropRun, loss: float) -> tuple[float, float]:
+        """Steps and seconds until a run has a loss."""
+        step, total = _step_of(run, loss), seconds[run.setting, run.seed]
+        return step, float(np.interp(step, np.arange(len(total)), total))
+
+    found = []
+    for setting in dict.fromkeys(run.setting for run in runs if run.setting.rate):
+        own = [run for run in runs if run.setting == setting]
+        for point, (step, _) in enumerate(base[own[0].seed].losses):
+            losses = tuple(base[run.seed].losses[point][1] for run in own)
+            both = [(reach(base[run.seed], loss), reach(run, loss)) for run, loss in zip(own, losses, strict=True)]
+            if 2 * step >= options.steps and not any(math.isnan(one[0]) for pair in both for one in pair):
+                steps, time = (tuple(dropped[at] / none[at] for none, dropped in both) for at in (0, 1))
+                found.append(EqualLoss(setting, int(step), losses, steps, time))
+    return found
+
+
+def _step_of(run: DropRun, loss: float) -> float:
+    """Steps after which a run has a validation loss, interpolated; NaN: it has not, or before its first evaluation."""
+    for (before, high), (after, low) in pairwise(run.losses):
+        if low <= loss < high:
+            return before + (after - before) * (high - loss) / (high - low)
+    return math.nan
+
+
 def verdict(scores: Sequence[SettingScore]) -> str:
     """The effect of dropped micro-batches on the final loss, and whether it is more than chance, as text.
 
@@ -122,6 +175,26 @@ def verdict(scores: Sequence[SettingScore]) -> str:
     said.append(f"changes of one sign in all {len(scores[0].losses)} seeds and of over {_percent(EPSILON)}: {more}.")
     text = "; ".join(said)
     return text[0].upper() + text[1:]
+
+
+def equal_loss_verdict(rows: Sequence[EqualLoss], scores: Sequence[SettingScore]) -> str:
+    """Steps and time to equal loss of each setting, over its rows and seeds, as text."""
+    said = []
+    for one in scores[1:]:
+        own = [row for row in rows if row.setting == one.setting]
+        left_out = f"{one.setting.name} ({100 * (1 - one.samples):.1f} % are)"
+        if not own:
+            said.append(f"{left_out}: no loss of the second half was reached")
+            continue
+        steps, time = seed_changes([row.steps for row in own]), seed_changes([row.time for row in own])
+        said.append(f"{left_out}: {steps} % steps and {time} % time to equal loss")
+    return "Chosen thresholds that drop " + "; ".join(said) + "."
+
+
+def seed_changes(ratios: Sequence[Sequence[float]]) -> str:
+    """Mean change in percent, and its range over seeds; each seed's is its mean over rows, [row, seed]."""
+    seeds = [100 * (fmean(one) - 1) for one in zip(*ratios, strict=True)]
+    return f"{fmean(seeds):+.1f} ({min(seeds):+.1f} to {max(seeds):+.1f})"
 
 
 def _range(scores: Sequence[SettingScore]) -> str:

@@ -25,6 +25,13 @@ class Drops:
     tau_s: NDArray[np.float64]
     search: RunThreshold | None
     notes: tuple[str, ...]
+    num_layers: int
+
+    @property
+    def completed(self) -> NDArray[np.float64]:
+        """Micro-batches that a replica completed, [replica, step]; of an ended backward pass, the share of layers."""
+        left_out = np.where(self.times.ended, 1 - self.times.layers / self.num_layers, 0.0)
+        return self.times.completed - left_out
 
     @property
     def latencies_s(self) -> NDArray[np.float64]:
@@ -48,7 +55,7 @@ class Drops:
         held = np.isfinite(self.tau_s)
         if held.all() or not held.any():
             return None
-        done = (self.times.completed - self.times.ended).sum(axis=0)
+        done = self.completed.sum(axis=0)
         return float((done[held].sum() / self.step_s[held].sum()) / (done[~held].sum() / self.step_s[~held].sum()))
 
 
@@ -71,7 +78,7 @@ def load_drops(run: RunRecord) -> Drops | str | None:
         notes: tuple[str, ...] = tuple(dict.fromkeys((*times.notes, *search.times.notes)))
     except DataError as error:
         search, notes = None, (*times.notes, str(error))
-    return Drops(times, tau_s, search, notes)
+    return Drops(times, tau_s, search, notes, int(run.setting("megasdc.model.num_layers") or 1))
 
 
 def _threshold_in_force(run: RunRecord, steps: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -23,7 +23,7 @@ from megasdc.events import EventLog
 from megasdc.lab.report.run_pages.command import write_report
 from megasdc.lab.report.run_pages.drops import Drops, load_drops
 from megasdc.lab.report.run_pages.figures.drops import drop_figures
-from megasdc.lab.report.run_pages.figures.run import run_figures
+from megasdc.lab.report.run_pages.figures.run import completed_micro_batches, run_figures
 from megasdc.lab.report.run_pages.run_page import run_page
 from megasdc.ops.run_folder.marks import counts_of, lane_of, marks_of
 from megasdc.ops.run_folder.record import load_run
@@ -141,6 +141,28 @@ def test_drops_of_a_run_are_those_recorded(tmp_path: Path) -> None:
     latencies, completed, *_ = drop_figures(drops)
     assert sum(latencies.columns["micro_batches"]) == 450
     assert completed.columns["with a threshold"] == [0, 0, 0, 0, 0, 1]
+
+
+def test_an_ended_backward_pass_counts_by_its_layers(tmp_path: Path) -> None:
+    """Three of four layers done are three quarters of a micro-batch, in recorded times and in events."""
+    drops = _drops(tmp_path)
+    layers = np.full((3, 30), -1)
+    layers[1, 25] = 3
+    cut = replace(drops, times=replace(drops.times, layers=layers), num_layers=4)
+    assert cut.completed.sum() == 450 - 0.25 and cut.completed[1, 25] == 4.75
+    assert cut.gain == pytest.approx(drops.gain * (150 - 0.25) / 150)
+    _, completed, *_ = drop_figures(cut)
+    assert completed.columns["completed"] == [0, 1, 2, 3, 4, 4.75, 5]
+    assert completed.columns["with a threshold"] == pytest.approx([0, 0, 0, 0, 0, 1 / 30, 29 / 30])
+    assert "0.25 of 450 micro-batches were dropped" in completed.caption
+    folder = write_run(tmp_path / "told", losses(4))
+    log = EventLog(folder, 0)
+    log.emit("start", "run", layout={"data": 2})
+    log.emit("drop", "micro_batches", step=3, planned=2, dropped=1, completed={"1": 1}, layers={"0": 1, "1": 4})
+    log.close()
+    run = replace(load_run(folder), config={"megasdc": {"model": {"num_layers": 4}}})
+    series = completed_micro_batches(run)
+    assert series is not None and series.values.tolist() == [1, 1, 1 - 1.75 / 4, 1]
 
 
 def test_where_a_run_is(tmp_path: Path) -> None:

@@ -58,22 +58,23 @@ def histogram(
 
 def _completed(drops: Drops) -> Figure:
     held = np.isfinite(drops.tau_s)
-    done = drops.times.completed
+    done = drops.completed.round(6)
     most = int(drops.times.planned.max())
-    numbers = np.arange(most + 1)
+    numbers = np.unique([*np.arange(most + 1), *done.ravel()])  # parts of one where backward passes were ended
     shares: dict[str, NDArray[np.float64]] = {}
     for name, chosen in (("without a threshold", ~held), ("with a threshold", held)):
         if chosen.any():
-            counts = np.bincount(done[:, chosen].ravel(), minlength=most + 1)
+            counts = np.bincount(np.searchsorted(numbers, done[:, chosen].ravel()), minlength=len(numbers))
             shares[name] = counts / counts.sum()
     traces = [
         bars(name, numbers, own, colour, "%{x:.4g}: %{y:.2%}")
         for (name, own), colour in zip(shares.items(), COLOURS, strict=False)
     ]
-    left = int((drops.times.planned[None] - done).sum())
+    left = (drops.times.planned[None] - done).sum()
+    parts = " Of a backward pass that was ended the layers not done count." if drops.times.ended.any() else ""
     caption = (
-        f"Of the {most} planned for a replica in a step: share of replicas and steps. In all {left:,} of "
-        f"{int(drops.times.planned.sum()) * len(done):,} micro-batches were dropped."
+        f"Of the {most} planned for a replica in a step: share of replicas and steps. In all {left:,.6g} of "
+        f"{int(drops.times.planned.sum()) * len(done):,} micro-batches were dropped.{parts}"
     )
     drawn = layout(
         HEIGHT,

@@ -146,14 +146,16 @@ def _panel(
 def completed_micro_batches(run: RunRecord) -> Series | None:
     """Share of the planned micro-batches that all replicas completed, by step; None without recorded drops.
 
-    A step without an event dropped none. Without usable events, the share is that of the metric ``drops/rate``.
+    A step without an event dropped none; of an ended backward pass the share of layers that were computed counts.
+    Without usable events, the share is that of the metric ``drops/rate``.
     """
     if "drops/rate" not in run.series and not run.of("drop", "micro_batches"):
         return None
     layouts = [one.fields.get("layout") for one in run.of("start", "run")]
     replicas = next((one["data"] for one in reversed(layouts) if isinstance(one, dict) and "data" in one), None)
+    of_layers = run.setting("megasdc.model.num_layers") or 1
     told = {
-        one.step: one.fields["dropped"] / (one.fields["planned"] * replicas)
+        one.step: _lost(one.fields, of_layers) / (one.fields["planned"] * replicas)
         for one in run.of("drop", "micro_batches")
         if one.step and replicas and one.fields.get("planned") and isinstance(one.fields.get("dropped"), int)
     }
@@ -162,6 +164,13 @@ def completed_micro_batches(run: RunRecord) -> Series | None:
         return None if rates is None else Series(rates.steps, 1 - rates.values)
     steps = np.arange(1, run.last_step + 1)
     return Series(steps, np.array([1 - told.get(step, 0.0) for step in steps.tolist()]))
+
+
+def _lost(fields: dict[str, Any], of_layers: int) -> float:
+    """Micro-batches that an event of dropped ones tells, with the layers that ended backward passes left out."""
+    ended = fields.get("layers")
+    done = ended.values() if isinstance(ended, dict) else ()
+    return float(fields["dropped"] + sum(1 - min(layers, of_layers) / of_layers for layers in done))
 
 
 def _completed(run: RunRecord, lines: list[dict[str, Any]]) -> Figure | None:
