@@ -199,14 +199,12 @@ def drop_layout_problems(drop: DropComputeSection, micro_batches: int, accumulat
             f"{_D}.min_micro_batches: got {drop.min_micro_batches}, but a replica's step has {micro_batches} "
             f"micro-batches; raise {accumulation_name}, or lower it."
         )
-    elif drop.enabled and drop.min_micro_batches == micro_batches and drop.granularity == BACKWARD_PASS:
-        if drop.threshold == AUTO and drop.replay_decisions is None:
-            yield (
-                f'{_D}.threshold: got "{AUTO}", which is chosen for whole micro-batches, but a replica\'s step has '
-                f"{micro_batches} and min_micro_batches is as many, so that none can be dropped; give seconds, or "
-                f"raise {accumulation_name}."
-            )
-    elif drop.enabled and drop.min_micro_batches == micro_batches and drop.threshold != INFINITE:
+    elif (
+        drop.enabled
+        and drop.min_micro_batches == micro_batches
+        and drop.threshold != INFINITE
+        and drop.granularity == MICRO_BATCH
+    ):
         yield (
             f"{_D}.enabled: got true, but a replica's step has {micro_batches} micro-batches and min_micro_batches is "
             f'as many, so that nothing can be dropped; raise {accumulation_name}, or set threshold "inf" to measure.'

@@ -19,7 +19,9 @@ from the same latencies, on any processor. Differences from the published code: 
 eq. 6, and not until the last completed micro-batch; a micro-batch that ends at tau is completed; the smallest threshold
 is the first at which a replica completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing;
 on a tie the largest is taken; the drop rate is bounded; the first ``min_micro_batches`` are protected.
-``DropRule.finish`` is the rule of a pipeline that drains: what was started before tau counts, as in a run.
+``DropRule.finish`` is the rule of a pipeline that drains: what was started before tau counts, as in a run. Where
+backward passes end between layers, a micro-batch is its forward pass, taken to last a third of it, and equally long
+passes through its layers: each is started before tau, and finished, and counts as a share of the micro-batch.
 """
 
 from __future__ import annotations
@@ -301,11 +303,12 @@ class Curve:
 
     Args:
         thresholds_s: thresholds tau, [threshold], the last one infinite.
-        completed: number of micro-batches that all replicas together complete, [step, threshold].
+        completed: number of micro-batches, or of their parts, that all replicas together complete, [step, threshold].
         times_s: compute time of the slowest replica, [step, threshold].
         num_replicas: number N of replicas.
         micro_batches: number M of micro-batches planned for a replica's step.
         communication_s: Tc, time of a step that no threshold shortens.
+        parts: number of parts that a micro-batch counts as.
     """
 
     thresholds_s: Seconds
@@ -314,6 +317,12 @@ class Curve:
     num_replicas: int
     micro_batches: int
     communication_s: float
+    parts: int = 1
+
+    @property
+    def planned(self) -> int:
+        """What all replicas together complete in a step without drops, counted as ``completed``."""
+        return self.num_replicas * self.micro_batches * self.parts
 
     @property
     def longest_s(self) -> Seconds:
@@ -323,15 +332,13 @@ class Curve:
     @property
     def completed_share(self) -> Seconds:
         """M~ / M over all steps, [threshold]."""
-        return self.completed.sum(axis=0) / (len(self.completed) * self.num_replicas * self.micro_batches)
+        return self.completed.sum(axis=0) / (len(self.completed) * self.planned)
 
     @property
     def speedup(self) -> Seconds:
         """S_eff, the mean over steps of eq. 6, [threshold]."""
         plain = (self.longest_s + self.communication_s)[:, None]
-        of_steps = (
-            self.completed * plain / (self.num_replicas * self.micro_batches * (self.times_s + self.communication_s))
-        )
+        of_steps = self.completed * plain / (self.planned * (self.times_s + self.communication_s))
         return np.array([math.fsum(column) / len(column) for column in of_steps.T])
 
     @property
@@ -413,6 +420,7 @@ def search_recorded(
     min_micro_batches: int = 1,
     count: int = 200,
     expected_s: Seconds | None = None,
+    layers: int = 0,
 ) -> Threshold:
     """The threshold of the largest effective speed-up on the times of steps in which nothing was dropped.
 
@@ -431,10 +439,12 @@ def search_recorded(
         count: number of finite thresholds, at equal distances.
         expected_s: duration that each replica expects of a micro-batch, [replica], seconds; None: only its start
             must be before tau.
+        layers: number of transformer layers between which backward passes end at tau, with one stage; 0: they are
+            whole. Of the ``min_micro_batches`` the last one may end, too.
 
     Returns:
-        The same on every rank that gives the same arguments, and for one stage what ``search_threshold`` finds on the
-        latencies.
+        The same on every rank that gives the same arguments, and for one stage and whole passes what
+        ``search_threshold`` finds on the latencies.
 
     Raises:
         ValueError: a wrong shape or value.
@@ -459,14 +469,39 @@ def search_recorded(
     expected = np.zeros(replicas) if expected_s is None else expected_s
     if expected.shape != (replicas,) or not (np.isfinite(expected).all() and (expected >= 0).all()):
         raise ValueError(f"expected_s is {expected.tolist()}, needed {replicas} finite numbers of seconds >= 0")
-    curve = _make_curve(
-        lambda: ((step, starts[:, step] + expected[:, None], ends[:, step]) for step in range(steps)),
-        (replicas, steps, micro_batches),
-        communication_s,
-        DropRule(True, min_micro_batches),
-        count,
-    )
+    if layers:
+        waits = expected[:, None] * (np.arange(micro_batches) >= min_micro_batches)  # the first ones start in any case
+        curve = _make_curve(
+            lambda: ((step, *_pieces(starts[:, step], ends[:, step], waits, layers)) for step in range(steps)),
+            (replicas, steps, micro_batches),
+            communication_s,
+            DropRule(True, (min_micro_batches - 1) * (layers + 1) + 1),
+            count,
+            layers,
+        )
+    else:
+        curve = _make_curve(
+            lambda: ((step, starts[:, step] + expected[:, None], ends[:, step]) for step in range(steps)),
+            (replicas, steps, micro_batches),
+            communication_s,
+            DropRule(True, min_micro_batches),
+            count,
+        )
     return _chosen(curve, max_drop_rate)
+
+
+def _pieces(starts: Seconds, ends: Seconds, waits: Seconds, layers: int) -> tuple[Seconds, Seconds]:
+    """Latest tau at which each piece of a replica's work is not begun, and its end, [replica, piece].
+
+    Pieces of a micro-batch are its forward pass and its layers' backward passes, the last layer's first. ``waits``:
+    seconds before tau by which a micro-batch must be started, [replica, micro-batch].
+    """
+    share = DropRule.forward_share + (1 - DropRule.forward_share) * np.arange(layers + 1) / layers
+    ended = starts[..., None] + (ends - starts)[..., None] * share
+    ended[..., -1] = ends
+    begun = np.concatenate([(starts + waits)[..., None], ended[..., :-1]], axis=-1)
+    shape = len(starts), -1
+    return np.maximum.accumulate(begun, axis=-1).reshape(shape), ended.reshape(shape)
 
 
 def _chosen(curve: Curve, max_drop_rate: float) -> Threshold:
@@ -491,12 +526,16 @@ def make_curve(
     return _make_curve(times, sizes, communication_s, rule, count)
 
 
-def _make_curve(times: Times, sizes: tuple[int, int, int], communication_s: float, rule: DropRule, count: int) -> Curve:
+def _make_curve(
+    times: Times, sizes: tuple[int, int, int], communication_s: float, rule: DropRule, count: int, layers: int = 0
+) -> Curve:
+    """See ``make_curve``; with ``layers``, times and the rule are of ``_pieces``, of which forward passes count 0."""
     replicas, steps, micro_batches = sizes
+    counted = np.tile([False] + [True] * layers, micro_batches) if layers else np.full(micro_batches, True)
     if not 0 <= communication_s < math.inf:
         raise ValueError(f"communication_s is {communication_s}, needed a finite number of seconds >= 0")
-    if rule.min_micro_batches > micro_batches:
-        raise ValueError(f"min_micro_batches is {rule.min_micro_batches}, more than the {micro_batches} of a step")
+    if rule.min_micro_batches > len(counted):
+        raise ValueError(f"min_micro_batches is {rule.min_micro_batches}, more than the {len(counted)} of a step")
     longest, protected = np.zeros(steps), np.zeros(steps)
     thresholds = np.append(_grid(times(), rule, longest, protected, count), math.inf)
     if not (longest + communication_s).all():
@@ -507,16 +546,16 @@ def _make_curve(times: Times, sizes: tuple[int, int, int], communication_s: floa
         optional = slice(rule.min_micro_batches, None)
         deadline = starts if rule.finish else ends
         side: Literal["left", "right"] = "right" if rule.finish else "left"  # started before tau; ended by tau
-        place = np.searchsorted(thresholds, deadline[:, optional].ravel(), side)
-        completed[step] += np.cumsum(np.bincount(place, minlength=len(thresholds)))
+        place = np.searchsorted(thresholds, deadline[:, optional], side)
+        completed[step] += np.cumsum(np.bincount(place[:, counted[optional]].ravel(), minlength=len(thresholds)))
         if rule.finish:
-            np.maximum.at(last[step], place, ends[:, optional].ravel())
-    completed += replicas * rule.min_micro_batches
+            np.maximum.at(last[step], place.ravel(), ends[:, optional].ravel())
+    completed += replicas * int(counted[: rule.min_micro_batches].sum())
     if rule.finish:
         last = np.maximum(np.maximum.accumulate(last, axis=1), protected[:, None])
     else:
         last = np.minimum(np.maximum(thresholds, protected[:, None]), longest[:, None])
-    return Curve(thresholds, completed, last, replicas, micro_batches, communication_s)
+    return Curve(thresholds, completed, last, replicas, micro_batches, communication_s, layers or 1)
 
 
 def _grid(

@@ -330,6 +330,7 @@ def tune(
     max_drop_rate: float,
     min_micro_batches: int,
     sigmas: float | None = None,
+    layers: int = 0,
 ) -> Tuning:
     """The threshold of the largest effective speed-up; the same on every rank that gives the same times.
 
@@ -339,6 +340,7 @@ def tune(
         max_drop_rate: largest share of micro-batches that may be dropped.
         min_micro_batches: number of micro-batches that every replica starts.
         sigmas: see ``ClockDecisions``.
+        layers: see ``search_recorded``; of a given threshold, 0.
     """
     communication_s, planned = steps.communication_s, steps.start_s.shape[2]
     if tau_s is not None:
@@ -351,6 +353,7 @@ def tune(
         max_drop_rate,
         min_micro_batches,
         expected_s=steps.expected_s(sigmas),
+        layers=layers,
     )
     return Tuning(found.tau_s, found.drop_rate, found.speedup, communication_s, found.curve, planned)
 

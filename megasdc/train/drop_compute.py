@@ -526,12 +526,13 @@ class DropCompute(Hook):
 
         Collective: all ranks of the world.
         """
-        section = self._section
+        section, partial = self._section, run.engine.partial
         given = None if section.threshold == AUTO else self._given_s
-        choose = tune_larger_batch if section.compensation == LARGER_BATCH else tune
-        tuning = choose(
-            window.gather(run.host_group), given, section.max_drop_rate, section.min_micro_batches, _sigmas(section)
-        )
+        steps, limits = window.gather(run.host_group), (section.max_drop_rate, section.min_micro_batches)
+        if section.compensation == LARGER_BATCH:
+            tuning = tune_larger_batch(steps, given, *limits, _sigmas(section))
+        else:
+            tuning = tune(steps, given, *limits, _sigmas(section), 0 if partial is None else partial.num_layers)
         self._window, self._tuned_at, self._tau_s = None, run.step, tuning.tau_s
         self._balance.aims = tuning.aims
         if tuning.micro_batches != run.engine.micro_batches:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_local_sgd import train_replicas
 from whole_runs import checked, end_of, events_of, metrics_of, prepare_text, train_run, write_run
 
 from megasdc.common.addresses import BACKWARD
+from megasdc.dropcompute.threshold import search_recorded
+from megasdc.dropcompute.tuning import measured_communication_s
 from megasdc.lab.report.step_times import load_step_times
 from megasdc.sdc.trace import read_folder
 
@@ -81,6 +86,47 @@ def test_one_micro_batch_a_step_ends_at_the_threshold_and_repeats(tmp_path: Path
     other = write_run(tmp_path, data, "other", drop_compute=replay | changes, **small)
     whole = train_run(other, 2)
     assert [code for code, _ in whole] == [70, 70] and 'set "backward"' in whole[0][1]
+
+
+def test_auto_ends_passes_of_the_only_micro_batch(tmp_path: Path, data: Path) -> None:
+    """The chosen tau is what the search with ended passes finds on the window's times; whole ones have none."""
+    drop = {**ENDING, "threshold": "auto", "warmup_steps": 1, "window_steps": 3, "max_drop_rate": 0.5}
+    delay = [{"kind": "gamma", "mean_s": 0.05, "std_s": 0.1, "seed": 5}]
+    _train(write_run(tmp_path, data, "auto", drop_compute=drop, delay=delay, deepspeed__train_batch_size=2))
+    (chosen,) = events_of(tmp_path / "auto", "drop", "threshold")
+    times = load_step_times(tmp_path / "auto")
+    window = times.only((times.steps >= 2) & (times.steps <= 4))
+    starts, ends, compute, step = (getattr(window, name)[:, 0] for name in ("start_s", "end_s", "compute_s", "step_s"))
+    rest_s = measured_communication_s(compute, step)
+    found = search_recorded(starts, ends, rest_s, 0.5, layers=2)
+    assert (chosen["step"], chosen["tau_s"], chosen["speedup"]) == (4, found.tau_s, found.speedup)
+    assert found.speedup > 1 and search_recorded(starts, ends, rest_s, 0.5).tau_s == math.inf
+
+
+def test_passes_end_within_a_replica_that_trains_apart(tmp_path: Path, data: Path) -> None:
+    """Weights of rounds are averaged by the tokens used, and replayed decisions give the same bits."""
+    batch = {"deepspeed__train_batch_size": 4, "training__eval_interval": 6}
+    apart = [{"local_sgd": {"replicas": 2, "replica": one, "every": 3}, **batch} for one in range(2)]
+    ended = []
+    for name, own in (("run", AT_ONCE), ("again", {**ENDING, "replay_decisions": str(tmp_path / "decisions.jsonl")})):
+        configs = [
+            write_run(tmp_path, data, f"{name}_{one}", **apart[one], **({} if one else {"drop_compute": own}))
+            for one in range(2)
+        ]
+        found, rounds = train_replicas(configs, 2)
+        assert [code for code, _ in found if code] == [], found
+        assert [one.members for one in rounds] == [(0, 1)] * 2 and not any(one.left_out for one in rounds)
+        assert [one.micro_batches for one in rounds] == [{0: 8, 1: 12}, {0: 6, 1: 12}]
+        assert all(one.tokens == {part: 32 * done for part, done in one.micro_batches.items()} for one in rounds)
+        digests = [
+            [told["digest"] for told in events_of(tmp_path / f"{name}_{one}", "local_sgd", "round")] for one in (0, 1)
+        ]
+        assert digests[0] == digests[1] and len(digests[0]) == 2
+        ended.append((digests, [one.norms for one in rounds], [end_of(tmp_path / f"{name}_{one}") for one in range(2)]))
+        if name == "run":
+            shutil.copy(tmp_path / "run_0" / "decisions.jsonl", tmp_path / "decisions.jsonl")
+    assert _steps(tmp_path / "run_0") == {1: ([2, 2], None), **dict.fromkeys(range(2, STEPS + 1), ([1, 1], [0, 0]))}
+    assert ended[0] == ended[1]
 
 
 LOGGED: list[tuple[list[int], list[int | None]]] = [

@@ -110,6 +110,7 @@ def search_run(
     min_micro_batches: int,
     communication_s: float | None,
     sigmas: float = SIGMAS,
+    layers: int = 0,
 ) -> RunThreshold:
     """Searches the threshold on the steps of a run without dropped micro-batches.
 
@@ -118,6 +119,7 @@ def search_run(
         min_micro_batches: completed by every replica whatever the threshold, >= 1.
         communication_s: Tc; None: as measured.
         sigmas: of the predictive rule, see ``ClockDecisions``.
+        layers: between which backward passes end, see ``search_recorded``.
 
     Raises:
         ValueError: a wrong value.
@@ -155,6 +157,7 @@ def search_run(
             max_drop_rate,
             min_micro_batches,
             expected_s=expected_times_s(starts, ends, rule_sigmas),
+            layers=layers,
         )
         for rule_sigmas in (None, sigmas)
     )

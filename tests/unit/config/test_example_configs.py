@@ -18,6 +18,7 @@ RANKS = {
     "drill": (2, (1, 1, 2)),
     "delays": (2, (1, 1, 2)),
     "drop_compute": (2, (1, 1, 2)),
+    "drop_backward": (2, (1, 1, 2)),
     "local_sgd": (1, (1, 1, 1)),
     "study_computation_sync": (2, (1, 1, 1)),
     "audited": (3, (1, 1, 3)),

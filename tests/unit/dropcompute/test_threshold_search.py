@@ -264,6 +264,54 @@ def test_the_predictive_rule_completes_what_is_expected_to_end_by_the_threshold(
             assert found.curve.times_s[step, 20 * place] == pytest.approx(longest, rel=1e-12)
 
 
+def _by_pieces(latency: list[float], tau: float, least: int, layers: int, most: float) -> tuple[float, float]:
+    """Micro-batches that a replica completes, and when it is done: one layer's backward pass after the other."""
+    clock, completed = 0.0, 0.0
+    for number, seconds in enumerate(latency):
+        if number >= least and clock + most >= tau:
+            break
+        begun, completed = clock, completed + 1
+        for layer in range(layers + 1):
+            clock = begun + seconds * (1 / 3 + 2 / 3 * layer / layers)
+            if layer < layers and number + 1 >= least and max(clock, begun + most * (number >= least)) >= tau:
+                return completed - 1 + layer / layers, clock
+    return completed, clock
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "least", "layers", "sigmas"), [(1, 1, 4, None), (5, 1, 3, None), (5, 3, 2, None), (4, 2, 3, 1.0)]
+)
+def test_backward_passes_that_end_at_the_threshold(
+    micro_batches: int, least: int, layers: int, sigmas: float | None
+) -> None:
+    """Each threshold has the work and the time that a plain loop over layers finds, and the best is the best of them;
+    with one micro-batch a step, too, where whole ones gain nothing.
+    """
+    times = latencies(11, replicas=6, steps=4, micro_batches=micro_batches)
+    ends = times.cumsum(axis=2)
+    starts = np.concatenate([np.zeros_like(ends[..., :1]), ends[..., :-1]], axis=2)
+    expected = expected_times_s(starts, ends, sigmas)
+    found = search_recorded(starts, ends, 0.2, 0.3, least, expected_s=expected, layers=layers)
+    curve, gains = found.curve, []
+    for place, tau in enumerate(curve.thresholds_s):
+        ratios, total = [], 0.0
+        for step in range(4):
+            rows = zip(times[:, step].tolist(), expected.tolist(), strict=True)
+            done = [_by_pieces(row, tau - 1e-12 * (tau < math.inf), least, layers, most) for row, most in rows]
+            completed, last = sum(one for one, _ in done), max(at for _, at in done)
+            assert curve.completed[step, place] == pytest.approx(layers * completed, abs=1e-9)
+            assert curve.times_s[step, place] == pytest.approx(last, rel=1e-12)
+            total += completed
+            ratios.append(completed * (ends[:, step, -1].max() + 0.2) / (6 * micro_batches * (last + 0.2)))
+        rate = 1 - total / (4 * 6 * micro_batches)
+        gains.append(sum(ratios) / 4 if rate <= 0.3 + 1e-12 else -math.inf)
+    assert found.speedup == pytest.approx(max(gains), rel=1e-12) and found.speedup > 1
+    assert found.tau_s == curve.thresholds_s[np.flatnonzero(np.array(gains) >= max(gains) - 1e-12)[-1]]
+    assert curve.completed[:, -1].tolist() == [6 * micro_batches * layers] * 4 and found.drop_rate <= 0.3
+    if micro_batches == 1:
+        assert search_recorded(starts, ends, 0.2, 0.3).tau_s == math.inf
+
+
 def test_steady_latencies_make_the_predictive_rule_the_other_one_earlier() -> None:
     """Where every replica expects the same, its best threshold is later by that, and comes to the same."""
     ends = latencies(6).cumsum(axis=2)

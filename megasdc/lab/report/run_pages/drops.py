@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.common.errors import DataError
+from megasdc.config.drop_compute import BACKWARD_PASS
 from megasdc.dropcompute.gate import STEP_TIMES_FOLDER
 from megasdc.lab.report.run_threshold import RunThreshold, search_run
 from megasdc.lab.report.step_times import StepTimesOfRun, load_step_times
@@ -73,12 +74,14 @@ def load_drops(run: RunRecord) -> Drops | str | None:
     tau_s = _threshold_in_force(run, times.steps)
     rate = run.setting("megasdc.drop_compute.max_drop_rate")
     least = run.setting("megasdc.drop_compute.min_micro_batches")
+    num_layers = int(run.setting("megasdc.model.num_layers") or 1)
+    ends = run.setting("megasdc.drop_compute.granularity") == BACKWARD_PASS
     try:
-        search = search_run(times, 0.1 if rate is None else rate, least or 1, None)
+        search = search_run(times, 0.1 if rate is None else rate, least or 1, None, layers=num_layers if ends else 0)
         notes: tuple[str, ...] = tuple(dict.fromkeys((*times.notes, *search.times.notes)))
     except DataError as error:
         search, notes = None, (*times.notes, str(error))
-    return Drops(times, tau_s, search, notes, int(run.setting("megasdc.model.num_layers") or 1))
+    return Drops(times, tau_s, search, notes, num_layers)
 
 
 def _threshold_in_force(run: RunRecord, steps: NDArray[np.int64]) -> NDArray[np.float64]:
