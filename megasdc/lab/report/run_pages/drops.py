@@ -32,7 +32,7 @@ class Drops:
     def completed(self) -> NDArray[np.float64]:
         """Micro-batches that a replica completed, [replica, step]; of an ended backward pass, the share of layers."""
         left_out = np.where(self.times.ended, 1 - self.times.layers / self.num_layers, 0.0)
-        return self.times.completed - left_out
+        return np.asarray(self.times.completed - left_out, dtype=np.float64)
 
     @property
     def latencies_s(self) -> NDArray[np.float64]:
