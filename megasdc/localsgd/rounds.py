@@ -146,27 +146,6 @@ def read_rounds(path: Path | str) -> dict[int, Round]:
     return found
 
 
-def recorded_rounds(path: Path) -> list[Round]:
-    """Rounds that a launch has recorded so far, in order, as far as they can be read; empty: it has recorded none.
-
-    A run that goes on from a checkpoint records rounds again: what was recorded of these and of later ones is dropped.
-    """
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError:
-        return []
-    found: list[Round] = []
-    for line in lines:
-        try:
-            one = Round.of(parse_json(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # it is being written, or its writer was killed
-        while found and found[-1].round >= one.round:
-            found.pop()
-        found.append(one)
-    return found
-
-
 def work_of(rounds: Mapping[int, Round], replica: int) -> dict[int, Done]:
     """Local work of a replica in rounds that it took part in, by round."""
     return {
@@ -254,6 +233,8 @@ def look_at(replica: int, reports: Mapping[int, Report], own: Collection[float])
         own_rounds=len(own),
         own_mean=statistics.fmean(own) if own else None,
         own_deviation=statistics.pstdev(own) if own else None,
+        steps=report.steps,
+        steps_of_others={other: one.steps for other, one in reports.items() if other != replica},
     )
 
 

@@ -160,6 +160,8 @@ class RoundLook:
         own_rounds: number of its own last rounds whose norms are known.
         own_mean: their mean; None: there are none.
         own_deviation: their standard deviation; None: there are none.
+        steps: that its optimizer has taken, by which norms are judged.
+        steps_of_others: the same of the other replicas, by replica.
     """
 
     finite: bool
@@ -169,6 +171,8 @@ class RoundLook:
     own_rounds: int
     own_mean: float | None
     own_deviation: float | None
+    steps: int
+    steps_of_others: Mapping[int, int]
 
     @staticmethod
     def of(raw: Mapping[str, Any]) -> RoundLook:
@@ -177,7 +181,10 @@ class RoundLook:
         Raises:
             KeyError, TypeError, ValueError: it is none.
         """
-        return RoundLook(**{**raw, "others": {int(other): norm for other, norm in raw["others"].items()}})
+        by_replica = {
+            name: {int(other): value for other, value in raw[name].items()} for name in ("others", "steps_of_others")
+        }
+        return RoundLook(**{**raw, **by_replica})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from statistics import median
 from megasdc.common.addresses import BACKWARD, FORWARD, PARAMETER, RECOMPUTE, REDUCED_GRAD, UPDATE, WEIGHT_GRAD
 from megasdc.common.durable import write_when_room
 from megasdc.common.errors import CorruptionError, StorageError
-from megasdc.common.words import ranges
+from megasdc.common.words import few, ranges
 from megasdc.output.html import page_text
 from megasdc.output.page import Cell, Fold, Page, PageSection, Table
 from megasdc.sdc.incident import (
@@ -227,6 +227,7 @@ def _summary_of_round(incident: Incident, found: RoundEvidence) -> PageSection:
     rows: list[tuple[object, ...]] = [
         ("weights", "finite" if look.finite else "NaN or Inf", "finite"),
         ("weights at the round's beginning", "as most" if look.as_others else "others", "those of most replicas"),
+        ("local steps", look.steps, f"other replicas: {few(sorted(look.steps_of_others.values()), 8)}"),
     ]
     norm = f"{look.norm:.6g}" + ("" if look.finite else ", of what is finite")
     if others:

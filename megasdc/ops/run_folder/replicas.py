@@ -15,9 +15,9 @@ from megasdc.common.durable import parse_json
 from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.words import number_of, ranges
 from megasdc.events import Event, event_of
-from megasdc.localsgd.rounds import ROUNDS_FILE, Round, recorded_rounds
+from megasdc.localsgd.rounds import ROUNDS_FILE, Round
 from megasdc.ops.launch.launch_verdict import LATE, WRONG
-from megasdc.ops.run_folder.record import LineReader
+from megasdc.ops.run_folder.record import LineReader, read_lines
 
 _FOLDER = re.compile(r"replica_(\d+)")
 
@@ -86,6 +86,7 @@ class RoundsSummary:
             not known.
         threshold_s: seconds of a round after which a replica starts no micro-batch; None: there is none so far.
         of_replicas: each replica's part.
+        notes: what was left out of the file of rounds, a sentence each.
     """
 
     rounds: int
@@ -99,6 +100,7 @@ class RoundsSummary:
     drop_share: float | None
     threshold_s: float | None
     of_replicas: tuple[ReplicaRounds, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:
@@ -118,7 +120,7 @@ class RoundsSummary:
         if self.drop_share or self.threshold_s is not None:
             after = "" if self.threshold_s is None else f", none is started after {self.threshold_s:.4g} s"
             lines.append(f"{'dropped':<18}{self.drop_share or 0:.1%} of the micro-batches of rounds{after}")
-        return lines
+        return [*lines, *(f"{'note':<18}{one}" for one in self.notes)]
 
 
 SHOWN = 8
@@ -170,12 +172,37 @@ def _events_of(folder: Path) -> list[Event]:
     return [one for one in events if one.kind == "local_sgd"]
 
 
+def load_rounds(folder: Path, notes: list[str]) -> list[Round]:
+    """Rounds that a launch of replicas has recorded so far, in order; what cannot be read is noted.
+
+    A run that goes on from a checkpoint records rounds again: what was recorded of these and of later ones is dropped.
+
+    Raises:
+        DataError: the file cannot be read at all.
+    """
+    found: list[Round] = []
+    for one in read_lines(folder / ROUNDS_FILE, _round_of, notes):
+        while found and found[-1].round >= one.round:
+            found.pop()
+        found.append(one)
+    return found
+
+
+def _round_of(raw: dict[str, Any]) -> Round:
+    try:
+        return Round.of(raw)
+    except AttributeError as error:  # a list in the place of an object
+        raise TypeError(str(error)) from error
+
+
 def summarize_rounds(folder: Path) -> RoundsSummary | None:
     """Rounds of a launch's folder, or of that which a replica's lies in; None: it holds no replicas, or is of none."""
     folder = folder if is_of_replicas(folder) else folder.resolve().parent
     if not is_of_replicas(folder):
         return None
-    return rounds_summary(folder, recorded_rounds(folder / ROUNDS_FILE), replica_folders(folder))
+    notes: list[str] = []
+    rounds = load_rounds(folder, notes)
+    return replace(rounds_summary(folder, rounds, replica_folders(folder)), notes=tuple(notes))
 
 
 class RoundsFollower:

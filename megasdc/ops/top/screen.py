@@ -223,7 +223,7 @@ def _rounds(rounds: RoundsSummary) -> list[RenderableType]:
     for one in rounds.left_out[-SHOWN_MET:]:
         is_out = one.last == rounds.rounds
         lines.append(_line(f"  left out: {one}", "red" if is_out else "yellow"))
-    return lines
+    return [*lines, *(_line(f"note: {one}", "yellow") for one in rounds.notes)]
 
 
 def _verdicts(view: RunView) -> Iterable[RenderableType]:

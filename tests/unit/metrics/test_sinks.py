@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasdc.common.errors import DataError, LaunchError, StorageError
 from megasdc.common.imports import is_installed
 from megasdc.metrics.export import export_metrics
-from megasdc.metrics.sinks import CsvSink, PrometheusSink, Sink, TensorBoardSink, open_sinks
+from megasdc.metrics.sinks import CsvSink, PrometheusSink, Sink, TensorBoardSink, open_sinks, read_incident
 from megasdc.metrics.writer import PLACE, MetricsWriter, cut_back, read_metrics
 from megasdc.parallel.local_ranks import free_port
 
@@ -113,6 +113,25 @@ def test_prometheus_serves_and_exports_the_last_values(tmp_path):
         assert {name: repr(value) for name, value in found.items()} == last
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://{address}/metrics")
+
+
+def test_a_replica_of_local_sgd_is_a_label(tmp_path):
+    """Live and rebuilt, so that the replicas of a run are told apart; an incident of one says round and why."""
+    live = PrometheusSink("r", 1, replica=1)
+    live.write(3, 0.0, {"local_sgd/outer_norm": 2.5})
+    writer = MetricsWriter(tmp_path)
+    writer.write(3, {"local_sgd/outer_norm": 2.5})
+    writer.close()
+    (tmp_path / "resolved.json").write_text(json.dumps({"megasdc": {"local_sgd": {"replicas": 2, "replica": 1}}}))
+    export_metrics(tmp_path, "prometheus", tmp_path / "again", lambda what, number, total: None)
+    for text in (live.text().decode(), (tmp_path / "again" / "metrics.prom").read_text()):
+        (one,) = [line for line in text.splitlines() if line.startswith("megasdc_local_sgd_outer_norm{")]
+        assert 'replica="1"' in one and one.endswith(" 2.5")
+    incident = {"step": 9, "tier": "round", "disputed": [{"rank": 0, "host": "n1"}], "done": "left out"}
+    found = {**incident, "round": {"replica": 1, "round": 3, "reason": "its weights are not finite"}}
+    (tmp_path / "incident.json").write_text(json.dumps(found))
+    told = "step 9, round 3 without replica 1 (rank 0 on n1): its weights are not finite; left out"
+    assert read_incident(tmp_path / "incident.json").text == told
 
 
 class Broken(Sink):

@@ -410,7 +410,7 @@ def test_a_page_of_a_wrong_sum_names_its_owner_and_why_not_alone() -> None:
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_page_of_a_round_has_the_numbers_that_were_looked_at(finite: bool) -> None:
     """Replica, round, why, its norm beside the others' and its own of before; what was done; it comes back as JSON."""
-    look = RoundLook(finite, True, 3104.2, {0: 0.5, 2: 0.75}, 8, 3.4, 1.8)
+    look = RoundLook(finite, True, 3104.2, {0: 0.5, 2: 0.75}, 8, 3.4, 1.8, 5, {0: 5, 2: 3})
     found = RoundEvidence(1, 10, "the norm is 3104" if finite else "its weights are not finite", look)
     place = places(ParallelDims(1, 1, 1), ["alpha"])
     disputed = DisputedRank(**vars(place[0]), first=Address(50, None, "update", "the whole model", ""), got=None)
@@ -425,7 +425,13 @@ def test_a_page_of_a_round_has_the_numbers_that_were_looked_at(finite: bool) -> 
     assert incident_from_json(incident_to_json(one)) == one and not one.ends_start
     text = checked(render_page(one, "a.json")).text
     assert f"round 10 was made without replica 1 (rank 0 on host alpha): {found.reason}" in headline(one)
-    for told in ("3104.2", "median 0.625 of 2, from 0.5 to 0.75", "its last 8 rounds: mean 3.4", "have begun anew"):
+    for told in (
+        "3104.2",
+        "median 0.625 of 2, from 0.5 to 0.75",
+        "its last 8 rounds: mean 3.4",
+        "other replicas: 3, 5",
+        "have begun anew",
+    ):
         assert told in text
     assert ("NaN or Inf" in text) is not finite and "policy" not in text and "no restart is needed" in text
 

@@ -23,7 +23,6 @@ from megasdc.lab.report.run_pages.figures.drops import drop_figures
 from megasdc.lab.report.run_pages.figures.goodput import goodput_figures
 from megasdc.lab.report.run_pages.figures.rounds import round_figures
 from megasdc.lab.report.run_pages.figures.run import run_figures
-from megasdc.localsgd.rounds import ROUNDS_FILE, recorded_rounds
 from megasdc.ops.health.incident_file import HangIncident, SharedStack
 from megasdc.ops.launch.launch_verdict import WRONG, read_met
 from megasdc.ops.run_folder.marks import (
@@ -40,7 +39,7 @@ from megasdc.ops.run_folder.marks import (
     marks_of,
 )
 from megasdc.ops.run_folder.record import RunRecord
-from megasdc.ops.run_folder.replicas import RoundsSummary, summarize_rounds
+from megasdc.ops.run_folder.replicas import RoundsSummary, load_rounds, summarize_rounds
 from megasdc.ops.run_folder.status import RunStatus, status_of
 from megasdc.ops.supervise.diagnosis import KINDS
 from megasdc.ops.supervise.goodput import AttemptTime, Goodput, goodput_of
@@ -99,7 +98,7 @@ def rounds_section(folder: Path, summary: RoundsSummary, runs: Mapping[str, RunR
         folder: of the launch of replicas.
         runs: of replicas that are shown, by name.
     """
-    rounds = recorded_rounds(folder / ROUNDS_FILE)
+    rounds = load_rounds(folder, [])
     if not rounds:
         return []
     columns: dict[str, Any] = {
@@ -116,6 +115,7 @@ def rounds_section(folder: Path, summary: RoundsSummary, runs: Mapping[str, RunR
         told.append(f"{summary.drop_share:.1%} of the micro-batches of rounds were dropped by DropCompute.")
     if not summary.left_out:
         told.append("No replica was left out.")
+    told += [f"Note: {one}." for one in summary.notes]
     figures = round_figures(rounds, summary.every or 1, runs)
     return [PageSection("Rounds", told, tables=[table] if summary.left_out else [], figures=figures)]
 

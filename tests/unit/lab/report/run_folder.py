@@ -131,7 +131,7 @@ def write_replicas(folder: Path) -> list[Round]:
     In round 3 it has computed half of its micro-batches. Returns the rounds.
     """
     reason = "its weights are not finite"
-    looks = {1: RoundLook(False, True, 0.0, {0: 2.0}, 1, 2.0, 0.0)}
+    looks = {1: RoundLook(False, True, 0.0, {0: 2.0}, 1, 2.0, 0.0, 5, {0: 5})}
     rounds = []
     for number in range(1, 7):
         members = (0,) if number in (2, 4, 5) else (0, 1)

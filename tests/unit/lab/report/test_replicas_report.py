@@ -18,7 +18,8 @@ from megasdc.cli import app
 from megasdc.common.errors import DataError
 from megasdc.lab.report.run_pages.command import write_report
 from megasdc.lab.report.run_pages.figures.rounds import MAX_MARKS, round_figures
-from megasdc.localsgd.rounds import Round, recorded_rounds
+from megasdc.localsgd.rounds import Round
+from megasdc.ops.run_folder.replicas import load_rounds
 
 
 def told(*arguments: object) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def test_numbers_are_those_of_the_files(launch: Path) -> None:
 
 def test_figures_hold_every_round_and_leave_out_no_fault(launch: Path) -> None:
     """Marks of each replica, weights by tokens, norms; of many rounds some marks of those that took part are drawn."""
-    rounds = recorded_rounds(launch / "rounds.jsonl")
+    rounds = load_rounds(launch, [])
     members, weights, norms = round_figures(rounds, 5, {})
     for one in (members, weights, norms):
         go.Figure(data=one.traces, layout=one.layout)

@@ -33,6 +33,7 @@ from megasdc.events import EventLog, read_events
 from megasdc.lab.report.run_pages.facts import highlights
 from megasdc.ops.launch.records import LAUNCH_ID_VARIABLE, write_done, write_started
 from megasdc.ops.run_folder.record import load_run
+from megasdc.ops.run_folder.replicas import load_rounds
 from megasdc.ops.run_folder.status import status_of
 from megasdc.ops.run_folder.summary import LaunchFailure, RunSummary, render, summarize_run
 from megasdc.ops.supervise.journal import FOLDER, Journal
@@ -123,6 +124,19 @@ def test_replicas_of_local_sgd_are_summarised_together(tmp_path: Path) -> None:
     assert late[0].done == "it took part again in round 6" and late[0].to_do == ""
     result = CliRunner().invoke(app, ["summary", str(tmp_path / "run"), "--json", "--require-finished"])
     assert result.exit_code == 0 and json.loads(result.stdout)["rounds"]["left_out"][0]["first"] == 2
+
+
+def test_rounds_are_read_as_far_as_they_can_be(tmp_path: Path) -> None:
+    """Torn and damaged lines are noted; of rounds that were made again, after a resume, the later, and none after."""
+    rounds = write_replicas(tmp_path / "run")
+    path, notes = tmp_path / "run" / "rounds.jsonl", list[str]()
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:3], '{"round": 4}\n', '{"round": 4, "tokens": []}\n', lines[3][:40]]))
+    assert load_rounds(path.parent, notes) == rounds[:3]
+    assert "2 of 5 lines cannot be read" in notes[0] and "the last line has no end" in notes[1]
+    assert "note              rounds.jsonl: 2 of 5 lines" in render(summarize_run(path.parent))
+    path.write_text("".join([*lines, lines[2]]))
+    assert load_rounds(path.parent, []) == rounds[:3]
 
 
 def test_replicas_that_have_not_reported_a_step_are_refused(tmp_path: Path) -> None:
