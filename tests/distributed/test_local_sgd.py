@@ -35,7 +35,7 @@ def _rank(configs: list[str], folders: list[str], ranks: int, overrides: list[st
 
 
 def train_replicas(
-    configs: list[Path], ranks: int, *overrides: str, number: int = 0, **options: Any
+    configs: list[Path], ranks: int, *overrides: str, number: int = 0, deadline_s: float | None = None, **options: Any
 ) -> tuple[list[Any], list[Round]]:
     """Train replicas, each a launch of so many ranks; returns exit codes with messages, and the rounds.
 
@@ -46,7 +46,7 @@ def train_replicas(
     meetings = [LocalMeeting() for _ in configs]
     secret = bytes.fromhex((together.folder / SECRET_FILE).read_text())
     start_s = 600.0 if number == len(configs) else 5.0
-    meeting = Meeting(number, None, rounds.append, **options)
+    meeting = Meeting(number, deadline_s, rounds.append, **options)
     server = MeetingServer(meeting, number, "127.0.0.1", secret, start_s=start_s)
     try:
         env = {ROUNDS_VARIABLE: f"127.0.0.1:{server.port}", TOGETHER_VARIABLE: str(together.folder)}
@@ -189,6 +189,21 @@ def test_a_late_replica_joins_with_what_it_has(tmp_path: Path, data: Path) -> No
     for one in range(2):
         assert metrics_of(tmp_path / f"run_{one}") == metrics_of(tmp_path / f"again_{one}")
         assert weights_of(tmp_path / f"run_{one}") == weights_of(tmp_path / f"again_{one}")
+
+
+def test_one_that_is_late_in_the_last_round_takes_over_what_the_others_ended_with(tmp_path: Path, data: Path) -> None:
+    """Who is done waits until the late one has its weights; both end with the same."""
+    slow = {"delay": [{"kind": "slow_rank", "replica": 1, "delay_s": 1.5, "steps": [4, 6]}]}
+    configs = write_replicas(tmp_path, data, "run", 2, 3, deepspeed__train_batch_size=1, **slow)
+    found, rounds = train_replicas(configs, 1, deadline_s=1.0)
+    assert [code for code, _ in found if code] == [], found
+    assert [(one.members, one.absent) for one in rounds] == [((0, 1), ()), ((0,), (1,))]
+    (told,) = events_of(tmp_path / "run_1", "local_sgd", "left_out")
+    assert (told["round"], told["wrong"]) == (2, False)
+    ends = [
+        {name: one for name, one in weights_of(tmp_path / f"run_{one}").items() if "layer_" in name} for one in (0, 1)
+    ]
+    assert ends[0] == ends[1] != {}
 
 
 @pytest.mark.full

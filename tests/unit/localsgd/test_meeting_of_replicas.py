@@ -127,6 +127,22 @@ def test_who_waits_when_all_are_told_to_stop_stops_there(server: MeetingServer) 
     last.close()
 
 
+def test_a_member_that_does_not_say_what_it_has_is_waited_for_no_longer_than_an_exchange_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The round is made of what the other one has; that member is told so when it says it."""
+    server = MeetingServer(Meeting(2, None), 2, "127.0.0.1", SECRET, start_s=30.0, exchange_s=1.0)
+    monkeypatch.setenv(ROUNDS_VARIABLE, f"127.0.0.1:{server.port}")
+    lines = [MeetingLine(replica, SECRET) for replica in range(2)]
+    together(*(lambda line=line: line.join(0, "a", []) for line in lines))
+    assert len(together(*map(report, lines))[0]["members"]) == 2
+    began = time.monotonic()
+    assert lines[0].have(1, [0])["members"] == [0]
+    assert 0.9 < time.monotonic() - began < 10
+    assert "could not fetch" in lines[1].have(1, [1])["left_out"]
+    server.close()
+
+
 def test_a_replica_alone_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started by itself it has no address to go to."""
     monkeypatch.delenv(ROUNDS_VARIABLE, raising=False)
