@@ -16,10 +16,12 @@ import pytest
 from whole_runs import events_of, prepare_text, write_config
 
 from megasdc.metrics.writer import read_metrics
+from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.launch.launch_verdict import read_met
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
 EVERY, STEPS = 4, 160
+NO_HOSTS = unavailable_reason()
 
 
 def _rounds(run_dir: Path) -> list[dict[str, Any]]:
@@ -126,3 +128,39 @@ def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: 
     assert whole == stopped and sorted(whole) == list(range(EVERY, 49, EVERY))
     more = subprocess.run(_command(config, 3), capture_output=True, text=True, check=False, timeout=60)
     assert more.returncode == 72 and "replicas: saved with 2, now 3" in more.stderr and "all end" in more.stderr
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+@pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
+def test_replicas_of_two_hosts_go_on_without_the_host_that_is_lost(tmp_path: Path, programs: Path) -> None:
+    """Each host has a replica: both end with the same weights, and one goes on where the other's host is lost."""
+    data = prepare_text(tmp_path)
+    changes = {
+        "deepspeed__train_batch_size": 1,
+        "training__eval_interval": 0,
+        "local_sgd": {"every": EVERY, "deadline_s": 5.0},
+        "delay": [{"kind": "normal", "mean_s": 0.12, "std_s": 0.01}],
+    }
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    with Cluster(tmp_path / "cluster", 2, env=env) as hosts:
+
+        def argv(config: Path) -> list[str]:
+            launch = [str(programs / "python"), "-m", "megasdc", "launch", "--replicas", "2", "--hostfile"]
+            return [*launch, str(hosts.hostfile()), "--config", str(config)]
+
+        clean = write_config(tmp_path / "clean.json", data, tmp_path / "clean", training__steps=16, **changes)
+        done = hosts.run("node1", argv(clean), cwd=str(tmp_path), timeout_s=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [one["members"] for one in _rounds(tmp_path / "clean")] == [[0, 1]] * 4
+        ends = [events_of(tmp_path / "clean" / f"replica_{one}", "local_sgd", "round")[-1]["digest"] for one in (0, 1)]
+        assert ends[0] == ends[1]
+        lost = write_config(tmp_path / "lost.json", data, tmp_path / "lost", training__steps=STEPS, **changes)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        launch = hosts.popen("node1", argv(lost), cwd=str(tmp_path), **pipes)
+        _wait_for_rounds(launch, tmp_path / "lost", 3)
+        hosts.power_off("node2")
+        said, _ = launch.communicate(timeout=200)
+    assert launch.returncode == 78, said
+    members = [one["members"] for one in _rounds(tmp_path / "lost")]
+    assert len(members) == STEPS // EVERY and members[0] == [0, 1] and members[-1] == [0], said
