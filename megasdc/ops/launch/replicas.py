@@ -25,6 +25,7 @@ from megasdc.common.errors import ConfigError, HangError, LaunchError
 from megasdc.common.wire import own_address_towards
 from megasdc.config.load import load_config
 from megasdc.config.local_sgd import AUTO
+from megasdc.config.sections import MegasdcSection
 from megasdc.localsgd.meeting import MeetingServer
 from megasdc.localsgd.round_clock import RoundWindow
 from megasdc.localsgd.rounds import ROUNDS_FILE, Meeting, Round, read_rounds
@@ -45,6 +46,8 @@ RETURNS = 3
 STOP_S = 120.0
 """Seconds that replicas have to save and end after this process was told to stop."""
 _POLL_S = 0.2
+DEVICES = Path("/dev")
+"""Where each GPU has a file."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
             f"megasdc.local_sgd.replicas: got {section.replicas}, and --replicas {replicas}; give one of them"
         )
     parts = _divide(request, replicas)
+    devices = devices_of_replicas(request, replicas, share=sections.parallel.share_devices)
     together = LocalMeeting()
     os.environ[MEETING_VARIABLE] = str(together.folder)
     secret = launch_secret()
@@ -155,10 +159,10 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
         ROUNDS_VARIABLE: f"{server.address}:{server.port}",
         TOGETHER_VARIABLE: str(together.folder),
     }
-    every = [
-        _Replica(number, _command(part, number, replicas, folder, dry_run), environment, folder / f"replica_{number}")
-        for number, part in enumerate(parts)
-    ]
+    every = []
+    for number, part in enumerate(parts):
+        command = command_of_replica(part, number, replicas, sections, dry_run=dry_run)
+        every.append(_Replica(number, command, environment | devices[number], folder / f"replica_{number}"))
     try:
         ends = _run(every, server)
     finally:
@@ -195,13 +199,45 @@ def _divide(request: LaunchRequest, replicas: int) -> list[LaunchRequest]:
     ]
 
 
-def _command(request: LaunchRequest, number: int, replicas: int, folder: Path, dry_run: bool) -> list[str]:
-    """Command line of a replica's launch."""
+def devices_of_replicas(request: LaunchRequest, replicas: int, *, share: bool) -> list[dict[str, str]]:
+    """Variables of each replica's environment that say which GPUs of this host are its own, on a host with GPUs.
+
+    Args:
+        share: whether ranks may share GPUs; replicas then see all of them, where there are too few.
+
+    Raises:
+        LaunchError: there are fewer GPUs than ranks of all replicas.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = list(map(str, range(len(list(DEVICES.glob("nvidia[0-9]*"))))))
+    if visible is not None:
+        devices = list(filter(None, visible.split(",")))
+    if request.hostfile is not None or not devices or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return [{} for _ in range(replicas)]
+    ranks = len(devices) // replicas if request.num_gpus is None else request.num_gpus
+    if 0 < ranks * replicas <= len(devices):
+        parts = [devices[number * ranks :][:ranks] for number in range(replicas)]
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+    if share:
+        return [{} for _ in range(replicas)]
+    raise LaunchError(
+        f"{replicas} replicas of {request.num_gpus or 1} ranks need a GPU each, and {len(devices)} "
+        f"{'are' if len(devices) != 1 else 'is'} here; start fewer, or let ranks share them with "
+        "megasdc.parallel.share_devices=true"
+    )
+
+
+def command_of_replica(
+    request: LaunchRequest, number: int, replicas: int, sections: MegasdcSection, *, dry_run: bool
+) -> list[str]:
+    """Command line of a replica's launch, which has folders of its own in those of the configuration."""
+    own, folder = f"replica_{number}", sections.checkpoint.folder
     sets = (
         *request.overrides,
         f"megasdc.local_sgd.replicas={replicas}",
         f"megasdc.local_sgd.replica={number}",
-        f"megasdc.logging.run_dir={folder / f'replica_{number}'}",
+        f"megasdc.logging.run_dir={Path(sections.logging.run_dir) / own}",
+        *([] if folder is None else [f"megasdc.checkpoint.folder={Path(folder) / own}"]),
     )
     words = [sys.executable, "-m", "megasdc", "launch", "--config", str(request.config_path)]
     words += ["--hostfile", str(request.hostfile)] if request.hostfile is not None else []

@@ -1,0 +1,59 @@
+"""Has each replica of a launch GPUs and folders of its own?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megasdc.common.errors import LaunchError
+from megasdc.config.load import load_config
+from megasdc.ops.launch import replicas
+from megasdc.ops.launch.replicas import command_of_replica, devices_of_replicas
+from megasdc.ops.launch.request import LaunchRequest
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def parts(ranks: int | None, number: int = 2, *, share: bool = False) -> list[str | None]:
+    """What each replica sees."""
+    request = LaunchRequest(Path("run.json"), num_gpus=ranks)
+    return [one.get(VISIBLE) for one in devices_of_replicas(request, number, share=share)]
+
+
+def test_replicas_of_a_host_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In order, from those that may be used; too few are refused with what helps, unless ranks share them."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setattr(replicas, "DEVICES", tmp_path)
+    assert parts(3) == [None, None], "there is none"
+    for device in range(8):
+        (tmp_path / f"nvidia{device}").touch()
+    (tmp_path / "nvidiactl").touch()
+    assert parts(3) == ["0,1,2", "3,4,5"] and parts(None) == ["0,1,2,3", "4,5,6,7"]
+    monkeypatch.setenv(VISIBLE, "4,5,7")
+    assert parts(1, 3) == ["4", "5", "7"] and parts(2, share=True) == [None, None]
+    with pytest.raises(LaunchError, match=r"2 replicas of 2 ranks need a GPU each, and 3 are here; .*share_devices"):
+        parts(2)
+    monkeypatch.setenv(VISIBLE, "")
+    assert parts(2) == [None, None], "the processor computes"
+    monkeypatch.setenv(VISIBLE, "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert parts(2) == [None, None]
+
+
+def test_replicas_save_in_folders_of_their_own(tmp_path: Path) -> None:
+    """Also where the configuration names a folder of checkpoints."""
+    path = tmp_path / "run.json"
+    raw = {
+        "model": {"preset": "gpt2-1m"},
+        "data": {"path": "data"},
+        "logging": {"run_dir": "runs/a"},
+        "training": {"steps": 9},
+    }
+    path.write_text(json.dumps({"megasdc": {**raw, "checkpoint": {"folder": "saved"}}}))
+    sections = load_config(path).megasdc
+    words = command_of_replica(LaunchRequest(path), 1, 2, sections, dry_run=True)
+    assert {"megasdc.checkpoint.folder=saved/replica_1", "megasdc.logging.run_dir=runs/a/replica_1"} < set(words)
+    assert words[-1] == "--dry-run"
