@@ -65,12 +65,13 @@ class ReplicasResult:
     """How a launch of replicas has ended.
 
     ``exit_code``: 0 if all replicas are done, else that of the first to end otherwise; ``rounds``: number of the last
-    round that was agreed on.
+    round that was agreed on; ``incomplete``: rounds of this launch that were made without some replica.
     """
 
     exit_code: int
     run_dir: str
     rounds: int
+    incomplete: int
     replicas: tuple[ReplicaEnd, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -172,7 +173,8 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
         together.close()
     code = next((one.exit_code for one in ends if one.exit_code), 0)
     by_number = tuple(sorted(ends, key=lambda one: one.replica))
-    return ReplicasResult(code, str(folder), made[-1].round if made else 0, by_number)
+    incomplete = sum(len(one.members) < replicas for one in made)
+    return ReplicasResult(code, str(folder), made[-1].round if made else 0, incomplete, by_number)
 
 
 def _divide(request: LaunchRequest, replicas: int) -> list[LaunchRequest]:
@@ -301,4 +303,5 @@ def _stop(every: Sequence[_Replica], server: MeetingServer, number: int) -> None
 def describe(result: ReplicasResult) -> str:
     """The result as text."""
     ends = ", ".join(f"replica {one.replica} exit code {one.exit_code}" for one in result.replicas if one.exit_code)
-    return f"{result.run_dir}: {result.rounds} rounds; {ends or 'all replicas are done'}"
+    without = f", {result.incomplete} of this launch without all replicas" if result.incomplete else ""
+    return f"{result.run_dir}: {result.rounds} rounds{without}; {ends or 'all replicas are done'}"

@@ -10,7 +10,7 @@ import pytest
 from megasdc.common.errors import LaunchError
 from megasdc.config.load import load_config
 from megasdc.ops.launch import replicas
-from megasdc.ops.launch.replicas import command_of_replica, devices_of_replicas
+from megasdc.ops.launch.replicas import ReplicaEnd, ReplicasResult, command_of_replica, describe, devices_of_replicas
 from megasdc.ops.launch.request import LaunchRequest
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -57,3 +57,11 @@ def test_replicas_save_in_folders_of_their_own(tmp_path: Path) -> None:
     words = command_of_replica(LaunchRequest(path), 1, 2, sections, dry_run=True)
     assert {"megasdc.checkpoint.folder=saved/replica_1", "megasdc.logging.run_dir=runs/a/replica_1"} < set(words)
     assert words[-1] == "--dry-run"
+
+
+def test_the_end_says_which_rounds_are_not_of_all() -> None:
+    """And who has not ended well."""
+    ends = (ReplicaEnd(0, 0, "runs/a/replica_0", 1), ReplicaEnd(1, 78, "runs/a/replica_1", 4))
+    said = describe(ReplicasResult(78, "runs/a", 9, 3, ends))
+    assert said == "runs/a: 9 rounds, 3 of this launch without all replicas; replica 1 exit code 78"
+    assert describe(ReplicasResult(0, "runs/a", 9, 0, ends[:1])) == "runs/a: 9 rounds; all replicas are done"
