@@ -76,7 +76,8 @@ def _verdict(summary: RoundsSummary, runs: Mapping[int, RunRecord]) -> str:
     alike = set(texts.values())
     states = alike.pop() if len(alike) == 1 else "; ".join(f"replica {one} {text}" for one, text in texts.items())
     rounds = f"{summary.rounds:,}{planned} rounds of {summary.replicas} replicas"
-    return f"{rounds}; {states}; a replica was left out {len(summary.left_out):,} times."
+    times = len(summary.left_out)
+    return f"{rounds}; {states}; a replica was left out {times:,} time{'' if times == 1 else 's'}."
 
 
 def _tiles(summary: RoundsSummary, incidents: int) -> dict[str, str]:

@@ -151,7 +151,9 @@ def test_an_ended_backward_pass_counts_by_its_layers(tmp_path: Path) -> None:
     cut = replace(drops, times=replace(drops.times, layers=layers), num_layers=4)
     assert cut.completed.sum() == 450 - 0.25 and cut.completed[1, 25] == 4.75
     assert cut.gain == pytest.approx(drops.gain * (150 - 0.25) / 150)
-    _, completed, *_ = drop_figures(cut)
+    latencies, completed, times, *_ = drop_figures(cut)
+    assert "450 started micro-batches, 1 of whose backward passes were ended" in latencies.caption
+    assert "are finished" not in times.caption and "A backward pass ends between two layers, so" in times.caption
     assert completed.columns["completed"] == [0, 1, 2, 3, 4, 4.75, 5]
     assert completed.columns["with a threshold"] == pytest.approx([0, 0, 0, 0, 0, 1 / 30, 29 / 30])
     assert "0.25 of 450 micro-batches were dropped" in completed.caption

@@ -21,6 +21,8 @@ from megasdc.output.figure import COLOURS, Figure, Series, bars, caption_notes, 
 HEIGHT = 280
 SHARES = {"tickformat": ".0%", "nticks": 6}
 """A vertical axis of shares."""
+FINISHED = "Micro-batches that were started are finished"
+"""Why a replica may end after the threshold, where no backward pass was ended."""
 
 
 def drop_figures(drops: Drops) -> list[Figure]:
@@ -31,8 +33,12 @@ def drop_figures(drops: Drops) -> list[Figure]:
 
 def _latencies(drops: Drops) -> Figure:
     values = drops.latencies_s
+    ended = int(drops.times.ended.sum())
+    what = (
+        f"started micro-batches, {ended:,} of whose backward passes were ended" if ended else "completed micro-batches"
+    )
     caption = (
-        f"Forward and backward pass of {len(values):,} completed micro-batches, on the slowest stage: mean "
+        f"Forward and backward pass of {len(values):,} {what}, on the slowest stage: mean "
         f"{values.mean():.4g} s, standard deviation {values.std():.3g} s, 99th percentile "
         f"{np.percentile(values, 99):.4g} s, largest {values.max():.4g} s."
     )
@@ -101,7 +107,8 @@ def _times(drops: Drops) -> Figure:
     if np.isfinite(drops.tau_s).any():
         series["threshold"] = Series(steps, np.where(np.isfinite(drops.tau_s), drops.tau_s, np.nan))
         traces.append(curve("threshold", series["threshold"], "var(--bad)", line={"dash": "dash", "shape": "hv"}))
-        caption += " Micro-batches that were started are finished, so that a replica may end after the threshold."
+        finished = "A backward pass ends between two layers" if drops.times.ended.any() else FINISHED
+        caption += f" {finished}, so that a replica may end after the threshold."
     if (gain := drops.gain) is not None:
         caption += (
             f" Measured: {gain:.3f} times as many micro-batches per second in steps with a threshold as in those "
