@@ -205,7 +205,7 @@ _SIGNS: dict[str, Callable[[Path], Any]] = {
     ZERO: lambda path: (path / stage_file()).exists(),
     ZEROS: lambda path: (path / "latest").is_file(),
     DCP: lambda path: any((path / name).exists() for name in (".metadata", "__0_0.distcp")),
-    RUN: lambda path: (path / "checkpoints").is_dir() or (path / CONFIG_FILE).is_file(),
+    RUN: lambda path: (path / CONFIG_FILE).is_file() or any(one.is_dir() for one in _in_run(path)),
 }
 """Test for each kind of folder; the first that holds decides."""
 
@@ -226,12 +226,18 @@ def explain_folder(path: Path | str, needed: str) -> str | None:
         remedy = f"give {inside[-1]}, which lies in it" if inside else _REMEDIES_FOR_UNIVERSAL.get(kind, remedy)
     elif needed == ONE_CHECKPOINT and (inside := _list_checkpoints(Path(path))):
         remedy = f"name one of its checkpoints, such as {inside[-1]}"
-    return f"{path} is {kind}; needed is {needed}: {remedy.format(path=path)}"
+    home = next((one.parent for one in _in_run(Path(path)) if kind == RUN and one.is_dir()), path)
+    return f"{path} is {kind}; needed is {needed}: {remedy.format(path=home)}"
+
+
+def _in_run(path: Path) -> list[Path]:
+    """Folders of checkpoints that a run folder may have, its own or those of replicas that train apart."""
+    return [path / "checkpoints", *sorted(path.glob("replica_*/checkpoints"))]
 
 
 def _list_checkpoints(path: Path) -> list[Path]:
     """Checkpoints in a folder of several or in a run folder: universal ones by name, then the others by step."""
-    folders = (path, path / "checkpoints")
+    folders = (path, *_in_run(path))
     found = [one for folder in folders for one in list_universal(folder)]
     return found + [folder / step_folder(step) for folder in folders for step in list_steps(folder)]
 

@@ -167,6 +167,7 @@ def launch_command(
 
 
 def _launch_replicas(request: Any, replicas: int, *, dry_run: bool, as_json: bool) -> None:
+    from megasdc.ops.launch.front import NOTHING_STARTED
     from megasdc.ops.launch.replicas import describe, launch_replicas
     from megasdc.ops.launch.supervision import print_front_message
     from megasdc.train.signals import exiting_on_signals
@@ -176,7 +177,7 @@ def _launch_replicas(request: Any, replicas: int, *, dry_run: bool, as_json: boo
     if as_json:
         print_text(result, as_json)
     else:
-        print_front_message(describe(result))
+        print_front_message(NOTHING_STARTED if dry_run and not result.exit_code else describe(result))
     raise typer.Exit(result.exit_code)
 
 

@@ -157,7 +157,7 @@ def _local_sgd_problems(file: MegasdcSection) -> Iterator[Problem]:
             yield Problem(
                 (f"megasdc.{name}", f"{_L}.every"),
                 f"got {value}, which is no multiple of the {section.every} local steps of a round: what is evaluated, "
-                "saved and ended with are weights on which replicas agree; give a multiple.",
+                f"saved and ended with are weights on which replicas agree; give a multiple, or another {_L}.every.",
             )
     if file.study.mode is not None:
         yield Problem((f"{_L}.replicas", "megasdc.study.mode"), "replicas of a study are others; set one of them null.")

@@ -90,11 +90,12 @@ class FaultDrill(Hook):
         self._group = group
 
     def on_start(self, run: Run) -> None:
-        """Warn that faults are armed."""
+        """Warn that faults are armed, where some are."""
         count = len(self._injector.specs) if self._injector is not None else 0
         on_ranks = gather_objects(self._process is not None and self._process.armed, self._group)
         if run.dims.rank == 0:
-            logger.warning("FAULTS ARE ARMED: %s", armed_text(count, sum(on_ranks)))
+            if count or any(on_ranks):  # all may be those of other replicas
+                logger.warning("FAULTS ARE ARMED: %s", armed_text(count, sum(on_ranks)))
             run.events.emit(EVENT_KIND, "armed", step=run.step, faults=count, process_ranks=sum(on_ranks))
 
     def after_step(self, run: Run, result: StepResult) -> None:

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from megasdc.common import durable, run_lock
-from megasdc.common.errors import HangError, LaunchError, StorageError
+from megasdc.common.errors import ConfigError, HangError, LaunchError, StorageError
 from megasdc.common.host import NAME_VARIABLE
 from megasdc.common.program import SHOWN_CURSOR
 from megasdc.common.wire import own_address_towards, raise_descriptor_limit
@@ -63,7 +63,7 @@ from megasdc.ops.launch.supervision import (
     wait_for_ranks,
 )
 from megasdc.parallel.local_ranks import INTERFACE_VARIABLE, LocalMeeting, reserved_port
-from megasdc.parallel.rendezvous import MEETING_VARIABLE, PRIVATE_VARIABLE, SECRET_FILE, new_secret
+from megasdc.parallel.rendezvous import MEETING_VARIABLE, PRIVATE_VARIABLE, ROUNDS_VARIABLE, SECRET_FILE, new_secret
 
 LOCAL_ADDRESS = "127.0.0.1"
 """Where all ranks are on this host."""
@@ -203,6 +203,11 @@ def launch_run(
     """
     raise_descriptor_limit()
     plan = plan_launch(request, print_front_message)
+    if plan.program.replicas is not None and not os.environ.get(ROUNDS_VARIABLE):
+        raise ConfigError(  # with which no supervisor starts again
+            f"megasdc.local_sgd.replicas: got {plan.program.replicas}, and this launch has none to meet; start all "
+            f"with megasdc launch --replicas {plan.program.replicas}, or set null to train without Local-SGD"
+        )
     durable.set_limit(plan.program.wait_for_room_s)
     if not dry_run:
         durable.need_room(partial(_probe, plan.run_dir), plan.run_dir, print_front_message)

@@ -54,6 +54,7 @@ class RankProgram:
         alert_command: gets an incident of it.
         compilers: needed on hosts without an accelerator, each with the setting that needs it.
         check_ranks: refuses a number of ranks by a ConfigError.
+        replicas: replicas of Local-SGD, one of which it is; None: no Local-SGD.
         wait_for_room_s: seconds that are waited while its folder has no room.
         is_users: it knows nothing of megasdc: the front locks the run's folder, and tells each host where it listens.
     """
@@ -71,6 +72,7 @@ class RankProgram:
     code: list[str] = field(default_factory=list)
     check_ranks: Callable[[int], object] = lambda _: None
     is_users: bool = False
+    replicas: int | None = None
     wait_for_room_s: float = WAIT_S
 
 
@@ -118,6 +120,7 @@ def program_of(request: LaunchRequest, cwd: Path) -> RankProgram:
         hang_floor_s=sections.health.hang_floor_s,
         wait_for_room_s=sections.logging.wait_for_room_s,
         compilers=compilers_on_cpu(config),
+        replicas=sections.local_sgd.replicas,
         check_ranks=lambda ranks: check_layout(config, ranks),
     )
 

@@ -131,6 +131,11 @@ def test_every_kind_is_known(tmp_path: Path) -> None:
 def test_one_checkpoint_of_several_is_named(tmp_path: Path) -> None:
     """Given a run or a folder of checkpoints to compare, the message names the newest in it and nothing else."""
     newest = make_checkpoint(tmp_path / "run" / "checkpoints")
+    of_replicas = make_checkpoint(tmp_path / "runs" / "replica_0" / "checkpoints")
+    told = kinds.explain_folder(tmp_path / "runs", "a checkpoint")
+    assert told is not None and told.endswith(f"its checkpoints are in {of_replicas.parent}")
+    with pytest.raises(CheckpointError, match=f"name one of its checkpoints, such as {of_replicas}$"):
+        open_view(tmp_path / "runs")
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
         with pytest.raises(CheckpointError) as caught:
             open_view(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasdc.common.errors import ConfigError
+from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.plan import plan_launch
 from megasdc.ops.launch.request import LaunchRequest
 
@@ -48,3 +49,14 @@ def test_ranks_are_told_which_fields_may_be_changed(tmp_path, monkeypatch):
     ]
     with pytest.raises(ConfigError, match="hidden_dropuot"):
         plan_launch(replace(request, allow_changed=("hidden_dropuot",)), lambda text: None)
+
+
+def test_a_replica_is_not_launched_alone(tmp_path, monkeypatch):
+    """A configuration with replicas is refused before anything starts, or is written, where nobody leads them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGASDC_ROUNDS", raising=False)
+    request = LaunchRequest(BLEND.with_name("local_sgd.json"), num_gpus=1)
+    remedy = r"local_sgd.replicas: got 2, .* with megasdc launch --replicas 2, or set null"
+    with pytest.raises(ConfigError, match=remedy):
+        launch_run(request)
+    assert not list(tmp_path.iterdir())
