@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -172,7 +173,7 @@ def _launch_replicas(request: Any, replicas: int, *, dry_run: bool, as_json: boo
     from megasdc.ops.launch.supervision import print_front_message
     from megasdc.train.signals import exiting_on_signals
 
-    with exiting_on_signals():
+    with exiting_on_signals(signal.SIGUSR1):
         result = launch_replicas(request, replicas, dry_run=dry_run)
     if as_json:
         print_text(result, as_json)

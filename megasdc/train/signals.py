@@ -191,15 +191,15 @@ class ExitSignals:
 
 
 @contextmanager
-def exiting_on_signals() -> Iterator[ExitSignals]:
+def exiting_on_signals(*others: signal.Signals) -> Iterator[ExitSignals]:
     """Turn stop signals into ``SystemExit`` with 128 + signal, so that a command removes unfinished files.
 
-    The signals are SIGINT, SIGTERM and SIGHUP; after the first one all are ignored, so that the cleanup is not
-    interrupted. SIGINT counts also where a script started the process in the background, which makes Python ignore it;
+    The signals are SIGINT, SIGTERM, SIGHUP and ``others``; after the first one all are ignored, so that the cleanup is
+    not interrupted. SIGINT counts also where a script started the process in the background, which makes Python ignore it;
     an ignored SIGHUP stays ignored, as ``nohup`` requires.
     """
     signals = ExitSignals()
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM, *others]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
 

@@ -206,7 +206,10 @@ def test_json_of_a_conversion_is_all_of_its_output(tmp_path: Path, checkpoint: P
 
 
 def test_a_closed_terminal_ends_a_command_but_not_under_nohup() -> None:
-    """SIGHUP ends with 128 + signal, so that what was begun is removed; one that is ignored stays ignored."""
+    """SIGHUP ends with 128 + signal, so that what was begun is removed; one that is ignored stays ignored.
+
+    SIGUSR1 does so where a command names it, and comes a second time for nothing.
+    """
 
     def handler(number: int, frame: Any) -> None:
         """In place of the default, which would end the tests."""
@@ -217,6 +220,12 @@ def test_a_closed_terminal_ends_a_command_but_not_under_nohup() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
         assert ended.value.code == 128 + signal.SIGHUP
         assert signal.getsignal(signal.SIGHUP) == handler
+        with pytest.raises(SystemExit) as ended, exiting_on_signals(signal.SIGUSR1):
+            try:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            finally:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        assert ended.value.code == 128 + signal.SIGUSR1
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with exiting_on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
