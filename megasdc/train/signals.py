@@ -195,8 +195,8 @@ def exiting_on_signals(*others: signal.Signals) -> Iterator[ExitSignals]:
     """Turn stop signals into ``SystemExit`` with 128 + signal, so that a command removes unfinished files.
 
     The signals are SIGINT, SIGTERM, SIGHUP and ``others``; after the first one all are ignored, so that the cleanup is
-    not interrupted. SIGINT counts also where a script started the process in the background, which makes Python ignore it;
-    an ignored SIGHUP stays ignored, as ``nohup`` requires.
+    not interrupted. SIGINT counts also where a script started the process in the background, which makes Python ignore
+    it; an ignored SIGHUP stays ignored, as ``nohup`` requires.
     """
     signals = ExitSignals()
     numbers = [signal.SIGINT, signal.SIGTERM, *others]
