@@ -29,6 +29,7 @@ from megasdc.config.sections import MegasdcSection
 from megasdc.localsgd.meeting import MeetingServer
 from megasdc.localsgd.round_clock import RoundWindow
 from megasdc.localsgd.rounds import ROUNDS_FILE, Meeting, Round, read_rounds
+from megasdc.ops.launch.environment import stop_grace_s
 from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.launch.supervision import print_front_message
@@ -43,8 +44,8 @@ from megasdc.parallel.rendezvous import (
 
 RETURNS = 3
 """Number of times that a replica is started again."""
-STOP_S = 120.0
-"""Seconds that replicas have to save and end after this process was told to stop."""
+STOP_S = 60.0
+"""Seconds that launches of replicas have to end after their ranks' time to save, which they wait for, is over."""
 _POLL_S = 0.2
 DEVICES = Path("/dev")
 """Where each GPU has a file."""
@@ -292,7 +293,7 @@ def _stop(every: Sequence[_Replica], server: MeetingServer, number: int) -> None
     running = [one.process for one in every if one.process is not None and one.process.poll() is None]
     for process in running:
         process.send_signal(number)
-    deadline = time.monotonic() + STOP_S
+    deadline = time.monotonic() + stop_grace_s(os.environ) + STOP_S
     for process in running:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
