@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megasdc.common.errors import CorruptionError, LaunchError
+from megasdc.common.errors import LaunchError
 from megasdc.common.wire import Door, MessageChannel, WireError, connect, split_address
 from megasdc.localsgd.rounds import Doors, Meeting, NothingLeftError, Report
 from megasdc.parallel.rendezvous import ROUNDS_VARIABLE
@@ -67,7 +67,7 @@ class MeetingServer:
         """Whether training has begun, with all replicas that are waited for; and whether all are told to stop."""
         self.joined: set[int] = set()
         """Replicas that have been there."""
-        self._failed = ""
+        self._failed: NothingLeftError | None = None
         self._is_over = False
         self._door = Door(address, secret, self._serve)
         self.address, self.port = self._door.address, self._door.port
@@ -141,7 +141,7 @@ class MeetingServer:
             if not self.is_stopping or self._is_last:
                 self._meeting.look()
         except NothingLeftError as error:
-            self._failed = str(error)
+            self._failed = error
         if self._failed or self._meeting.plan is not before:
             self._changed.notify_all()
 
@@ -186,18 +186,18 @@ class MeetingServer:
             self._look()
             self._wait(connection, lambda: self._is_made(report.round) or (self.is_stopping and not self._is_last))
             if not self._is_made(report.round):
-                return self._or_failed({"stopping": True})
+                return self._or_failed(replica, {"stopping": True})
             plan = meeting.plan
             if plan is not None and plan.round == report.round and replica in plan.members:
                 members = [[one, meeting.doors(one), of.tokens] for one, of in plan.members.items()]
-                return self._or_failed({"members": members})
+                return self._or_failed(replica, {"members": members})
         self._wait(connection, lambda: meeting.plan is None and meeting.round >= report.round)
         made = meeting.made.get(report.round)
         wrong = {} if made is None else made.left_out
         told: dict[str, Any] = {"left_out": wrong.get(replica, "it was late"), "wrong": replica in wrong}
         if made is not None and replica in made.looks:
             told["look"] = asdict(made.looks[replica])
-        return self._or_failed({**told, **self._newest(replica)})
+        return self._or_failed(replica, {**told, **self._newest(replica)})
 
     def _is_made(self, number: int) -> bool:
         """Whether the members of a round are fixed, or it is over."""
@@ -219,10 +219,11 @@ class MeetingServer:
         made = meeting.made.get(number)
         members = made.members if made is not None else ()
         if not members or not received.issuperset(members):
-            return self._or_failed({"left_out": "it could not fetch what the others have", **self._newest(replica)})
+            told = {"left_out": "it could not fetch what the others have", **self._newest(replica)}
+            return self._or_failed(replica, told)
         assert made is not None, "it has members"
         without = {"left_out": dict(made.left_out), "absent": list(made.absent)}
-        return self._or_failed({"members": list(members), "without": without, **self._threshold()})
+        return self._or_failed(replica, {"members": list(members), "without": without, **self._threshold()})
 
     def _agree(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         self._meeting.agree(int(fields["round"]), str(fields["digest"]))
@@ -241,8 +242,17 @@ class MeetingServer:
         self._changed.notify_all()
         return {}
 
-    def _or_failed(self, answer: dict[str, Any]) -> dict[str, Any]:
-        return {"failed": self._failed} if self._failed else answer
+    def _or_failed(self, replica: int, answer: dict[str, Any]) -> dict[str, Any]:
+        """The answer, or that no replica can be relied on, and why this one cannot."""
+        failed = self._failed
+        if failed is None:
+            return answer
+        look = failed.looks.get(replica)
+        return {
+            "failed": str(failed),
+            "left_out": failed.wrong.get(replica),
+            "look": None if look is None else asdict(look),
+        }
 
 
 class MeetingLine:
@@ -272,19 +282,16 @@ class MeetingLine:
         self._channel.close()
 
     def ask(self, name: str, **fields: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer, as long as it takes.
+        """Ask, and wait for the answer, as long as it takes; ``failed`` in it: no replica can be relied on.
 
         Raises:
             LaunchError: the meeting has ended.
-            CorruptionError: no replica has weights that can be relied on.
         """
         try:
             self._channel.send({"ask": name, **fields}, ANSWER_S)
             answer = self._channel.receive(float("inf"))
         except OSError as error:
             raise LaunchError(f"the meeting of the replicas has ended: {error}") from error
-        if "failed" in answer:
-            raise CorruptionError(f"no replica can be relied on: {answer['failed']}")
         return answer
 
     def join(self, number: int, digest: str, doors: Doors) -> dict[str, Any]:

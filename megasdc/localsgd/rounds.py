@@ -156,7 +156,16 @@ def work_of(rounds: Mapping[int, Round], replica: int) -> dict[int, Done]:
 
 
 class NothingLeftError(RuntimeError):
-    """No replica of a round has weights that can be relied on."""
+    """No replica of a round has weights that can be relied on.
+
+    Args:
+        wrong: why none of a replica's can be used, by replica.
+        looks: what was looked at of each.
+    """
+
+    def __init__(self, wrong: Mapping[int, str], looks: Mapping[int, RoundLook]) -> None:
+        super().__init__("; ".join(f"replica {replica}: {reason}" for replica, reason in wrong.items()))
+        self.wrong, self.looks = wrong, looks
 
 
 def judge(reports: Mapping[int, Report], history: Mapping[int, Collection[float]]) -> dict[int, str]:
@@ -360,10 +369,11 @@ class Meeting:
             return
         wrong = judge(self._reports, {replica: one.norms for replica, one in self._of.items()})
         members = {replica: one for replica, one in self._reports.items() if replica not in wrong}
+        if len({one.digest for one in members.values()}) > 1:  # as many have begun with these as with those
+            wrong |= dict.fromkeys(members, "as many began with its weights as with others")
+            members = {}
         if not members:
-            raise NothingLeftError("; ".join(f"replica {replica}: {reason}" for replica, reason in wrong.items()))
-        if len({one.digest for one in members.values()}) > 1:
-            raise NothingLeftError(f"replicas {sorted(members)} have begun round {self.round + 1} with other weights")
+            raise NothingLeftError(wrong, self._looks(wrong))
         self.plan = Plan(self.round + 1, dict(sorted(members.items())), wrong, self._looks(wrong))
         self._received = {}
 

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from megasdc.common.addresses import UPDATE, Address
-from megasdc.common.errors import CheckpointError, ConfigError, LaunchError
+from megasdc.common.errors import CheckpointError, ConfigError, CorruptionError, LaunchError
 from megasdc.config.local_sgd import AGREED_WEIGHTS, AUTO, INFINITE, LOCAL_SGD, NESTEROV, LocalSgdSection
 from megasdc.dropcompute.gate import ReplicaGate, new_replica_group
 from megasdc.engine.engine import StepResult, TrainingEngine
@@ -166,7 +166,8 @@ class LocalSgd(Hook):
         """Ask the meeting on the first rank; returns the answer, on all.
 
         Raises:
-            LaunchError, CorruptionError: see ``MeetingLine.ask``; on all ranks.
+            LaunchError: see ``MeetingLine.ask``; on all ranks.
+            CorruptionError: no replica has weights that can be relied on; on all ranks.
         """
         found: tuple[dict[str, Any], Exception | None] = {}, None
         if self._line is not None:
@@ -177,6 +178,10 @@ class LocalSgd(Hook):
         answer, problem = gather_objects(found, self._run.host_group)[0]
         if problem is not None:
             raise problem
+        if "failed" in answer:
+            if answer["left_out"]:
+                self._report(self._round + 1, answer["left_out"], answer["look"])
+            raise CorruptionError(f"no replica can be relied on: {answer['failed']}")
         return answer  # type: ignore[no-any-return]
 
     # --- a round ------------------------------------------------------------------------------------------------
@@ -304,17 +309,18 @@ class LocalSgd(Hook):
             logger.warning(
                 "round %d went on without this replica: %s; it goes on from round %d", number, reason, self._round
             )
-        if wrong and self.incidents is not None:
+        if wrong:
             self._report(number, reason, answer.get("look"))
 
     def _report(self, number: int, reason: str, look: dict[str, Any] | None) -> None:
         """Report that this replica was left out of a round as wrong; which of its ranks is, is not known."""
+        if self.incidents is None:
+            return
         step, dims = number * self._section.every, self._run.dims
         evidence = RoundEvidence(self._replica, number, reason, None if look is None else RoundLook.of(look))
         address = Address(step, None, UPDATE, "the whole model", "outer gradient")
         ranks = tuple(range(dims.world_size))
         ruling = RankVerdict(None, INCONCLUSIVE, ROUNDS, address, suspects=ranks)
-        assert self.incidents is not None, "the caller has looked"
         self.incidents.report(step, Finding("round", None, (ruling,), round=evidence), LEAVE_OUT, self._suspects)
 
     def _take_over(self, answer: dict[str, Any], reason: str, *, wrong: bool) -> None:

@@ -288,6 +288,19 @@ def test_a_wrong_replica_is_left_out_and_returns(tmp_path: Path, data: Path, kin
     assert digests[0] == digests[1]
 
 
+def test_each_has_an_incident_where_no_replica_can_be_relied_on(tmp_path: Path, data: Path) -> None:
+    """All end with exit code 73, which says why of each."""
+    fault = {"phase": "update", "slot": "weight.master", "submodule": "3.*.linear_proj", "steps": [3, 3]}
+    configs = write_replicas(tmp_path, data, "run", 2, 3, faults=[{**fault, "kind": "value", "value": "nan"}])
+    found, rounds = train_replicas(configs, 1)
+    assert [code for code, _ in found] == [73, 73] and not rounds
+    for replica, (_, message) in enumerate(found):
+        assert "replica 0: its weights are not finite; replica 1: its weights are not finite" in message
+        ((_, incident),) = load_incidents(tmp_path / f"run_{replica}" / "reports", [])
+        assert (incident.tier, incident.round.replica, incident.round.round) == ("round", replica, 1)
+        assert not incident.round.look.finite and "not finite" in incident.round.reason
+
+
 def _alone(configs: list[str], folders: list[str], ranks: int) -> tuple[int, str | None]:
     """Body of a rank of one of several single runs, which take disjoint samples of the stream."""
     import megasdc.train.build as build

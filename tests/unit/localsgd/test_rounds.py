@@ -188,8 +188,9 @@ def test_nothing_that_can_be_relied_on() -> None:
         meeting, _, _ = met(2)
         for one, fields in enumerate(changes):
             meeting.report(one, report(**fields))
-        with pytest.raises(NothingLeftError):
+        with pytest.raises(NothingLeftError, match=r"replica 0: .*; replica 1: ") as raised:
             meeting.look()
+        assert raised.value.wrong.keys() == raised.value.looks.keys() == {0, 1}
 
 
 def test_norms_of_healthy_replicas_are_never_far() -> None:
