@@ -49,6 +49,7 @@ VERIFIED_BY_GUARD_FILE = "megasdc_verified.json"
 
 LATEST_FILE = "latest"
 MANIFEST_FILE = "manifest.json"
+SHARED_STATE_FILE = "megasdc.json"
 MARKER_FILE = "complete"
 UNIVERSAL_FILE = "universal.json"
 UNIVERSAL_STEP = "universal_step_"

@@ -28,7 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasdc.checkpoint.files import hash_file, kind_of_file, rank_state_file, stage_file, step_folder
+from megasdc.checkpoint.files import (
+    SHARED_STATE_FILE,
+    hash_file,
+    kind_of_file,
+    rank_state_file,
+    stage_file,
+    step_folder,
+)
 from megasdc.checkpoint.host_memory import (
     GUESTS,
     RESTORE,
@@ -46,7 +53,6 @@ from megasdc.checkpoint.host_memory import (
 )
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
-    SHARED_STATE_FILE,
     FileRecord,
     Layout,
     Manifest,

@@ -43,6 +43,7 @@ from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import (
     MANIFEST_FILE,
     MARKER_FILE,
+    SHARED_STATE_FILE,
     UNIVERSAL,
     UNIVERSAL_FILE,
     UNIVERSAL_STEP,
@@ -565,7 +566,6 @@ def find_unknown(folder: Path, manifest: UniversalManifest) -> list[str]:
     return [f"{name} is not in {UNIVERSAL_FILE}: it does not belong here" for name in found if name not in known]
 
 
-SHARED_STATE_FILE = "megasdc.json"
 _COUNTERS = ("step", "tokens", "samples", "skipped_steps", "vocab_size", "tokenizer_checksum", "loader")
 
 

@@ -35,13 +35,13 @@ from megasdc.checkpoint.files import (
     LATEST_FILE,
     MANIFEST_FILE,
     MARKER_FILE,
+    SHARED_STATE_FILE,
     FencedError,
     delete_folder,
     step_folder,
 )
 from megasdc.checkpoint.manifest import (
     FORMAT_VERSION,
-    SHARED_STATE_FILE,
     FileRecord,
     KnownState,
     Layout,

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import (
+    SHARED_STATE_FILE,
     UNIVERSAL_OPTIMIZER,
     find_prefix,
     hash_file,
@@ -40,7 +41,6 @@ from megasdc.checkpoint.files import (
     stage_file,
 )
 from megasdc.checkpoint.manifest import (
-    SHARED_STATE_FILE,
     FileRecord,
     Layout,
     Manifest,

@@ -28,6 +28,7 @@ from megasdc.checkpoint.allowlist import load_checked
 from megasdc.checkpoint.files import (
     CHECKPOINT,
     CHECKPOINTS,
+    SHARED_STATE_FILE,
     WEIGHTS_FILE,
     explain_folder,
     hash_file,
@@ -35,7 +36,7 @@ from megasdc.checkpoint.files import (
     kind_of,
     layer_file,
 )
-from megasdc.checkpoint.manifest import SHARED_STATE_FILE, model_of, read_manifest, read_shared_state
+from megasdc.checkpoint.manifest import model_of, read_manifest, read_shared_state
 from megasdc.checkpoint.records import Record
 from megasdc.checkpoint.tensor_files import open_tensors
 from megasdc.checkpoint.verify import find_folders, reading, verify_checkpoint

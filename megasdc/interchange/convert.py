@@ -32,6 +32,7 @@ from megasdc.checkpoint.allowlist import check_pickle, load_checked
 from megasdc.checkpoint.files import (
     CHECKPOINT,
     PARAMETERS_FOLDER,
+    SHARED_STATE_FILE,
     STATES,
     UNIVERSAL_OPTIMIZER,
     is_universal,
@@ -39,7 +40,6 @@ from megasdc.checkpoint.files import (
     kind_of_file,
 )
 from megasdc.checkpoint.manifest import (
-    SHARED_STATE_FILE,
     UNIVERSAL_FORMAT_VERSION,
     UniversalManifest,
     describe_file,

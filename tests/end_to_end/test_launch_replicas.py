@@ -18,6 +18,7 @@ from whole_runs import events_of, prepare_text, write_config
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.launch.launch_verdict import read_met
+from megasdc.ops.run_folder.summary import summarize_run
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(300)]
 EVERY, STEPS = 4, 160
@@ -83,9 +84,9 @@ def test_a_lost_replica_stops_nobody_and_returns(tmp_path: Path) -> None:
 
 
 def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: Path) -> None:
-    """SIGTERM to the command has both replicas save, one of which waits for the other; kill -9 of it alone ends them,
-    and nothing is left behind. The same command goes on after either, with the weights and the losses of validation of
-    a run that was never stopped.
+    """SIGTERM to the command has both replicas save, one of which waits for the other, and it ends with 0; kill -9 of
+    it alone ends them, and nothing is left behind. The same command goes on after either, with the weights and the
+    losses of validation of a run that was never stopped.
     """
     data, digests = prepare_text(tmp_path), []
     for name, number in (("whole", None), ("stopped", signal.SIGTERM), ("stopped", signal.SIGKILL), ("stopped", None)):
@@ -107,8 +108,9 @@ def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: 
                 pids = [json.loads(one.read_text())["pid"] for one in records]
                 process.send_signal(number)
             out, _ = process.communicate(timeout=120)
-        assert process.returncode == {None: 0, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], out
+        assert process.returncode == {None: 0, signal.SIGTERM: 0, signal.SIGKILL: -9}[number], out
         if number is signal.SIGTERM:
+            assert "stopped by SIGTERM, all replicas saved and are done" in out
             assert re.search(r"replica 0: .* stopped at step \d+ of 48: the replicas were told to stop", out), out
         if number is not None:
             deadline = time.monotonic() + 60
@@ -126,8 +128,33 @@ def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: 
         for name in ("whole", "stopped")
     )
     assert whole == stopped and sorted(whole) == list(range(EVERY, 49, EVERY))
-    more = subprocess.run(_command(config, 3), capture_output=True, text=True, check=False, timeout=60)
-    assert more.returncode == 72 and "replicas: saved with 2, now 3" in more.stderr and "all end" in more.stderr
+    _is_refused_and_leaves_nothing(config, data, run_dir)
+
+
+def _is_refused_and_leaves_nothing(config: Path, data: Path, run_dir: Path) -> None:
+    """What the command knows it says once, and starts nothing; what a replica finds ends all. The run stays done."""
+
+    def launched(*options: str, replicas: int = 2) -> tuple[int, str]:
+        command = [*_command(config, replicas), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return done.returncode, done.stderr
+
+    before = sorted(run_dir.iterdir())
+    code, said = launched(replicas=3)
+    assert code == 72 and said.count("replicas: saved with 2, now 3") == 1 and "nothing was started" in said
+    code, said = launched("--set", "megasdc.training.steps=7")
+    assert code == 70 and said.count("steps: got 7") == 1 and "replica 0" not in said
+    new = run_dir.parent / "new" / "run"
+    for options in (["--dry-run"], ["--set", "megasdc.data.path=/nowhere"]):
+        code, said = launched("--set", f"megasdc.logging.run_dir={new}", *options)
+        assert code == (0 if options == ["--dry-run"] else 78) and not new.parent.exists(), said
+    (data / "train.idx").write_bytes(b"")
+    code, said = launched()
+    assert code == 71 and "has not come to train (exit code 71): all end" in said
+    assert sorted(run_dir.iterdir()) == before
+    found = summarize_run(run_dir)
+    assert found.finished and [one.state for one in found.of_replicas] == ["done", "done"] and found.failure is None
+    assert "exit code 71" in found.refused
 
 
 @pytest.mark.full

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.files import step_folder
+from megasdc.checkpoint.files import SHARED_STATE_FILE, step_folder
 from megasdc.checkpoint.manifest import (
-    SHARED_STATE_FILE,
     Manifest,
     UniversalManifest,
     read_manifest,

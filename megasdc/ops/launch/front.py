@@ -227,16 +227,40 @@ def _probe(folder: Path) -> None:
             raise
 
 
-def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Callable[[], None]) -> LaunchResult:
+def check_launch(request: LaunchRequest) -> LaunchPlan:
+    """Check all that is checked before a start; nothing is started or written.
+
+    Returns:
+        What would be started.
+
+    Raises:
+        ConfigError, LaunchError, StorageError: see ``launch_run``.
+    """
+    plan = plan_launch(request, print_front_message)
+    with reserved_port() as port:
+        reserved = plan if plan.needs.master_port is not None else replace(plan, master_port=port)
+        return _check_hosts(reserved)[0]
+
+
+def _check_hosts(plan: LaunchPlan) -> tuple[LaunchPlan, HostReport]:
+    """Check all hosts and that no other launch uses the run's folders; returns the plan with rank 0's address too.
+
+    Raises:
+        LaunchError, StorageError: see ``launch_run``.
+    """
     if len(plan.placement.hosts) > 1:
         print_front_message(f"checking {len(plan.placement.hosts)} hosts")
     report = inspect_hosts(_inspected(plan), plan.transport, plan.needs, watch=HostWatch(say=print_front_message))
     if problems := [*_folders_in_use(plan), *report.problems]:
         in_use = len(problems) > len(report.found)
         raise (LaunchError if in_use else report.error)("\n".join(problems))
-    plan = _with_master_address(plan, report)
+    return _with_master_address(plan, report), report
+
+
+def _launch_planned(plan: LaunchPlan, dry_run: bool, quiet: bool, on_verdict: Callable[[], None]) -> LaunchResult:
+    plan, report = _check_hosts(plan)
     loading = "" if dry_run or plan.program.is_users else "; loading PyTorch, DeepSpeed and Megatron-core"
-    print_front_message(f"launch {plan.launch_id}: {_describe(plan.placement)}{loading}")
+    print_front_message(f"launch {plan.launch_id}: {describe_placement(plan.placement)}{loading}")
     if dry_run:
         print_front_message(f"would run: {shlex.join(plan.shown_command)}")
         print_front_message(NOTHING_STARTED)
@@ -415,7 +439,8 @@ def _with_master_address(plan: LaunchPlan, report: HostReport) -> LaunchPlan:
     return replace(plan, master_addr=address, rank=replace(plan.rank, fallback=fallback))
 
 
-def _describe(placement: Placement) -> str:
+def describe_placement(placement: Placement) -> str:
+    """How many ranks, and on which hosts."""
     ranks = len(placement.host_of_rank)
     shown = [f"{host} ({len(slots)})" for host, slots in list(placement.slots.items())[:8]]
     more = len(placement.hosts) - len(shown)

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from megasdc.common.errors import CheckpointError, ConfigError, DataError, LaunchError, StorageError
 from megasdc.common.words import clock, duration, number_of
-from megasdc.ops.run_folder.record import RunRecord
+from megasdc.ops.run_folder.record import LaunchEnding, RunRecord
 
 SILENT_S = 120.0
 """A run without a recorded end that has written nothing for longer than this is silent, see ``SILENT_WINDOWS``."""
 SILENT_WINDOWS = 5
 """A run is not silent before so many times the interval between its metric lines."""
 ALL_DONE = "all steps done"
+REFUSALS = frozenset(kind.exit_code for kind in (ConfigError, DataError, CheckpointError, StorageError, LaunchError))
+"""Exit codes of a start that is refused before its first step."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,15 @@ class RunStatus:
     """Progress and state of a run; ``planned``: steps of the whole run, None where that is not known.
 
     State failed: a launch ended with an exit code other than 0; silent: no end was recorded, and nothing was written
-    for long.
+    for long. ``refused``: how a start ended that was refused after all steps were done, which they still are; empty:
+    none was.
     """
 
     state: Literal["done", "stopped", "failed", "running", "silent"]
     step: int
     planned: int | None
     text: str
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,19 @@ def status_of(run: RunRecord) -> RunStatus:
     ending = run.ending
     if ending is not None and not run.is_of_last_start(ending.attempt, ending.launch, ending.time):
         ending = None
+    refused = ""
+    if ending is not None and _came_to_nothing(run, ending, step == planned):
+        refused, ending = f"exit code {ending.exit_code}: {ending.text}", None
     if ending is not None and ending.exit_code:
         text = f"failed at {at} with exit code {ending.exit_code}: {ending.text}"
         return RunStatus("failed", step, planned, text)
-    ends = run.since_last_start(run.of("end", "run"))
+    ends = run.of("end", "run") if refused else run.since_last_start(run.of("end", "run"))
     if ends:
         reason = str(ends[-1].fields.get("reason", ALL_DONE))
         if reason == ALL_DONE:
-            return RunStatus(
-                "done", step, planned, f"done, all {step:,} steps." if 1 < step == planned else f"done at {at}."
-            )
+            text = f"done, all {step:,} steps." if 1 < step == planned else f"done at {at}."
+            text += f" A later start was refused with {refused}" * bool(refused)
+            return RunStatus("done", step, planned, text, refused)
         return RunStatus("stopped", step, planned, f"stopped at {at}: {reason}.")
     guard = guard_of(run)
     if (ending is not None and not run.config) or (guard is not None and guard.closed):  # a training of the user's own
@@ -103,6 +111,23 @@ def status_of(run: RunRecord) -> RunStatus:
         return RunStatus("running", step, planned, f"under way at {at}; the last line was written {when}.")
     text = f"no end was recorded; at {at} the last line was written, {when}. It hangs, or was killed."
     return RunStatus("silent", step, planned, text)
+
+
+def _came_to_nothing(run: RunRecord, ending: LaunchEnding, is_whole: bool) -> bool:
+    """Whether the last start was refused, and the run had done all its steps before it.
+
+    Args:
+        is_whole: whether the last step is the one that the run ends with.
+    """
+    ends = run.of("end", "run")
+    if not (is_whole and ends and ending.exit_code in REFUSALS) or ends[-1].fields.get("reason", ALL_DONE) != ALL_DONE:
+        return False
+    done = ends[-1]
+    is_other, number = ending.launch != done.launch, done.attempt or 0
+    if not is_other and (ending.attempt or 0) <= number:
+        return False
+    later = [one for one in run.events if (one.attempt or 0) > number or (is_other and one.launch == ending.launch)]
+    return all(one.step is None for one in later)
 
 
 def _window_s(run: RunRecord) -> float:

@@ -118,7 +118,8 @@ class RunSummary:
     first; ``clocks``: of the last launch, how hosts' dates differed, a sentence each; ``state`` and ``end``: see
     ``RunStatus``; ``guard``: None: the training has none; ``protection``: word, audits and findings of all starts,
     None: not a run of megasdc's own; ``verified``: path of the newest checkpoint after which an audit has agreed;
-    ``rounds``: of Local-SGD, None: the run is none of that.
+    ``rounds``: of Local-SGD, None: the run is none of that; ``refused``: how a start ended that was refused after all
+    steps were done, empty: none was.
 
     Of a launch of replicas the losses are means over replicas, tokens, speed and skipped steps their sums, steps the
     most that one has reached, the failure the first replica's that has one, and ``of_replicas`` has each of them.
@@ -153,6 +154,7 @@ class RunSummary:
     verified: str | None = None
     rounds: RoundsSummary | None = None
     of_replicas: tuple[ReplicaState, ...] = ()
+    refused: str = ""
 
     @property
     def finished(self) -> bool:
@@ -220,6 +222,7 @@ def summarize_run(run_dir: Path | str) -> RunSummary:
         protection=None if sections is None else _protection(run, sections.protect),
         verified=_newest_verified(saves),
         rounds=summarize_rounds(folder) if sections is not None and sections.local_sgd.replicas else None,
+        refused=status.refused,
     )
 
 
@@ -270,6 +273,7 @@ def _of_replicas(folder: Path) -> RunSummary:
             )
             for number, one in some.items()
         ),
+        refused=next((one.refused for one in every if one.refused), ""),
     )
 
 
@@ -449,6 +453,7 @@ def render(summary: RunSummary) -> str:
         lines.append(f"guard             {summary.guard}")
     if summary.failure is not None:
         lines += _render_failure(summary.failure, told=of_user)
+    lines += [f"refused           a start after that, {summary.refused}"] if summary.refused else []
     lines += [f"skipped           {one}" for one in summary.skipped[-_SHOWN_SKIPS:]]
     if len(summary.skipped) > _SHOWN_SKIPS:
         lines.append(f"skipped           and {len(summary.skipped) - _SHOWN_SKIPS} times before: see --json")

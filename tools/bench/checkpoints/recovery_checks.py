@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megasdc.checkpoint.files import list_steps, step_folder
-from megasdc.checkpoint.manifest import SHARED_STATE_FILE, read_manifest
+from megasdc.checkpoint.files import SHARED_STATE_FILE, list_steps, step_folder
+from megasdc.checkpoint.manifest import read_manifest
 from megasdc.common.errors import CheckpointError
 from megasdc.events import read_events
 from megasdc.metrics.writer import METRICS_FILE, read_metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ import pytest
 from megasdc.common.errors import LaunchError
 from megasdc.config.load import load_config
 from megasdc.ops.launch import replicas
-from megasdc.ops.launch.replicas import ReplicaEnd, ReplicasResult, command_of_replica, describe, devices_of_replicas
+from megasdc.ops.launch.replicas import (
+    ReplicaEnd,
+    ReplicasResult,
+    command_of_replica,
+    describe,
+    devices_of_replicas,
+    request_of_replica,
+)
 from megasdc.ops.launch.request import LaunchRequest
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -54,9 +62,10 @@ def test_replicas_save_in_folders_of_their_own(tmp_path: Path) -> None:
     }
     path.write_text(json.dumps({"megasdc": {**raw, "checkpoint": {"folder": "saved"}}}))
     sections = load_config(path).megasdc
-    words = command_of_replica(LaunchRequest(path), 1, 2, sections, dry_run=True)
+    request = LaunchRequest(path, launcher_args=("--ssh_port", "22"))
+    words = command_of_replica(request_of_replica(request, 1, 2, sections))
     assert {"megasdc.checkpoint.folder=saved/replica_1", "megasdc.logging.run_dir=runs/a/replica_1"} < set(words)
-    assert words[-1] == "--dry-run"
+    assert words[-3:] == ["--", "--ssh_port", "22"]
 
 
 def test_the_end_says_which_rounds_are_not_of_all() -> None:
@@ -65,3 +74,5 @@ def test_the_end_says_which_rounds_are_not_of_all() -> None:
     said = describe(ReplicasResult(78, "runs/a", 9, 3, ends))
     assert said == "runs/a: 9 rounds, 3 of this launch without all replicas; replica 1 exit code 78"
     assert describe(ReplicasResult(0, "runs/a", 9, 0, ends[:1])) == "runs/a: 9 rounds; all replicas are done"
+    said = describe(ReplicasResult(0, "runs/a", 9, 0, ends[:1], signal.SIGINT))
+    assert said == "runs/a: 9 rounds; stopped by SIGINT, all replicas saved and are done"

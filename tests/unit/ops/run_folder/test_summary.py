@@ -385,6 +385,26 @@ def test_a_start_that_was_refused_is_no_end_of_the_run(tmp_path: Path, monkeypat
     assert failure is not None and failure.exit_code == 78, "nobody works there: it is the last that is known"
 
 
+def test_a_start_refused_after_the_last_step_leaves_the_run_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told beside the run's state; a start that was not refused, or that took a step, is how the run ended."""
+    folder = write_run(tmp_path / "run", losses(20))
+    monkeypatch.setenv(LAUNCH_ID_VARIABLE, "two")
+    _fails(folder, CheckpointError("saved with another configuration"), monkeypatch)
+    found = summarize_run(folder)
+    assert found.finished and found.state == "done" and found.failure is None
+    assert f"refused           a start after that, {found.refused}" in render(found)
+    assert found.refused.startswith("exit code 72: rank 0") and found.refused in status_of(load_run(folder)).text
+    log = EventLog(folder, 0)
+    log.emit("skip", "optimizer_step", step=20)
+    log.close()
+    assert summarize_run(folder).state == "failed"
+    hangs = write_run(tmp_path / "hangs", losses(20))
+    _fails(hangs, HangError("it hangs"), monkeypatch)
+    assert summarize_run(hangs).state == "failed"
+
+
 def test_a_rank_that_cannot_start_leaves_the_record_of_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
