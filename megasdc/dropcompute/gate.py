@@ -430,10 +430,13 @@ class TimeLog:
 
     Args:
         micro_batches: number of micro-batches of a replica's step, as configured.
+        of_layers: transformer layers between which backward passes may end; 0: they are whole, and the ends of forward
+            passes are not written.
     """
 
-    def __init__(self, run_dir: Path, dims: ParallelDims, micro_batches: int) -> None:
+    def __init__(self, run_dir: Path, dims: ParallelDims, micro_batches: int, of_layers: int = 0) -> None:
         folder = run_dir / STEP_TIMES_FOLDER
+        self._of_layers = of_layers
         self._file = LineFile(folder / f"rank_{dims.rank:05d}.jsonl")
         self._write(
             {
@@ -445,6 +448,7 @@ class TimeLog:
                 "data": dims.data,
                 "pipeline": dims.pipeline,
                 "micro_batches": micro_batches,
+                **({"of_layers": of_layers} if of_layers else {}),
             }
         )
 
@@ -456,8 +460,11 @@ class TimeLog:
             gc_s: seconds of garbage collection.
             ended_after: transformer layers after which the last backward pass was ended; None: it is whole.
         """
+        times = asdict(record)
+        if not self._of_layers:
+            del times["forward_end_s"]
         ended = {} if ended_after is None else {"layers": ended_after}
-        self._write({"step": step, "planned": planned, **asdict(record), "gc_s": gc_s, **ended})
+        self._write({"step": step, "planned": planned, **times, "gc_s": gc_s, **ended})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")

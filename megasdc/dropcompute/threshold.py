@@ -20,15 +20,15 @@ eq. 6, and not until the last completed micro-batch; a micro-batch that ends at 
 is the first at which a replica completes ``min_micro_batches``, not six; the largest is infinity, which drops nothing;
 on a tie the largest is taken; the drop rate is bounded; the first ``min_micro_batches`` are protected.
 ``DropRule.finish`` is the rule of a pipeline that drains: what was started before tau counts, as in a run. Where
-backward passes end between layers, a micro-batch is its forward pass, taken to last a third of it, and equally long
-passes through its layers: each is started before tau, and finished, and counts as a share of the micro-batch.
+backward passes end between layers, a micro-batch is its forward pass, as long as measured, and equally long passes
+through its layers: each is started before tau, and finished, and counts as a share of the micro-batch.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -41,6 +41,8 @@ from megasdc.common.errors import ConfigError
 EULER_GAMMA = float(np.euler_gamma)
 _ERFC = np.frompyfunc(math.erfc, 1, 1)
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
+THRESHOLDS = 200
+"""Number of finite thresholds of a search, at equal distances."""
 _FAR = 40.0
 """Standard deviations beyond which the tail of a normal distribution is negligible in float64."""
 
@@ -376,7 +378,7 @@ def search_threshold(
     communication_s: float,
     max_drop_rate: float = 1.0,
     rule: DropRule | None = None,
-    count: int = 200,
+    count: int = THRESHOLDS,
 ) -> Threshold:
     """The threshold of the largest effective speed-up on recorded latencies.
 
@@ -418,9 +420,9 @@ def search_recorded(
     communication_s: float,
     max_drop_rate: float = 1.0,
     min_micro_batches: int = 1,
-    count: int = 200,
     expected_s: Seconds | None = None,
     layers: int = 0,
+    forward_ends_s: Seconds | None = None,
 ) -> Threshold:
     """The threshold of the largest effective speed-up on the times of steps in which nothing was dropped.
 
@@ -436,11 +438,12 @@ def search_recorded(
         communication_s: Tc, time of a step that no threshold shortens, >= 0.
         max_drop_rate: largest share of micro-batches that may be dropped, in [0, 1].
         min_micro_batches: number of micro-batches that every replica completes whatever the threshold, >= 1.
-        count: number of finite thresholds, at equal distances.
         expected_s: duration that each replica expects of a micro-batch, [replica], seconds; None: only its start
             must be before tau.
         layers: number of transformer layers between which backward passes end at tau, with one stage; 0: they are
             whole. Of the ``min_micro_batches`` the last one may end, too.
+        forward_ends_s: end of each forward pass, of the shape and origin of ``starts_s``; None: after a third of the
+            micro-batch. Without effect where passes are whole.
 
     Returns:
         The same on every rank that gives the same arguments, and for one stage and whole passes what
@@ -470,13 +473,14 @@ def search_recorded(
     if expected.shape != (replicas,) or not (np.isfinite(expected).all() and (expected >= 0).all()):
         raise ValueError(f"expected_s is {expected.tolist()}, needed {replicas} finite numbers of seconds >= 0")
     if layers:
+        record = starts, _forward_ends(starts, ends, forward_ends_s), ends
         waits = expected[:, None] * (np.arange(micro_batches) >= min_micro_batches)  # the first ones start in any case
         curve = _make_curve(
-            lambda: ((step, *_pieces(starts[:, step], ends[:, step], waits, layers)) for step in range(steps)),
+            lambda: ((step, *_pieces([one[:, step] for one in record], waits, layers)) for step in range(steps)),
             (replicas, steps, micro_batches),
             communication_s,
             DropRule(True, (min_micro_batches - 1) * (layers + 1) + 1),
-            count,
+            THRESHOLDS,
             layers,
         )
     else:
@@ -485,19 +489,28 @@ def search_recorded(
             (replicas, steps, micro_batches),
             communication_s,
             DropRule(True, min_micro_batches),
-            count,
+            THRESHOLDS,
         )
     return _chosen(curve, max_drop_rate)
 
 
-def _pieces(starts: Seconds, ends: Seconds, waits: Seconds, layers: int) -> tuple[Seconds, Seconds]:
+def _forward_ends(starts: Seconds, ends: Seconds, measured: Seconds | None) -> Seconds:
+    if measured is None:
+        return np.asarray(starts + (ends - starts) * DropRule.forward_share)
+    if measured.shape != starts.shape or not ((starts <= measured) & (measured <= ends)).all():
+        raise ValueError("forward_ends_s holds a value outside its micro-batch, or has another shape than starts_s")
+    return measured
+
+
+def _pieces(record: Sequence[Seconds], waits: Seconds, layers: int) -> tuple[Seconds, Seconds]:
     """Latest tau at which each piece of a replica's work is not begun, and its end, [replica, piece].
 
-    Pieces of a micro-batch are its forward pass and its layers' backward passes, the last layer's first. ``waits``:
+    Pieces of a micro-batch are its forward pass and its layers' backward passes, the last layer's first. ``record``:
+    starts of micro-batches, ends of their forward passes, and their ends, [replica, micro-batch] each. ``waits``:
     seconds before tau by which a micro-batch must be started, [replica, micro-batch].
     """
-    share = DropRule.forward_share + (1 - DropRule.forward_share) * np.arange(layers + 1) / layers
-    ended = starts[..., None] + (ends - starts)[..., None] * share
+    starts, forward_ends, ends = record
+    ended = forward_ends[..., None] + (ends - forward_ends)[..., None] * (np.arange(layers + 1) / layers)
     ended[..., -1] = ends
     begun = np.concatenate([(starts + waits)[..., None], ended[..., :-1]], axis=-1)
     shape = len(starts), -1

@@ -236,6 +236,7 @@ class RecordedSteps:
         compute_s: end of a replica's micro-batches, [replica, step].
         step_s: end of its optimizer's step, [replica, step].
         stages: number of stages of the pipeline.
+        forward_end_s: end of each micro-batch's forward pass, [replica, step, micro-batch]; None: not known.
     """
 
     start_s: Seconds
@@ -243,6 +244,7 @@ class RecordedSteps:
     compute_s: Seconds
     step_s: Seconds
     stages: int = 1
+    forward_end_s: Seconds | None = None
 
     @property
     def communication_s(self) -> float:
@@ -277,6 +279,7 @@ class Tuning:
         curve: figures of all thresholds; None where the threshold was given, and for a larger batch.
         micro_batches: number of micro-batches to plan in a step of a replica.
         aims: see ``LargerBatch``.
+        not_started: share of micro-batches that tau drops, without ended backward passes; None: none can end.
     """
 
     tau_s: float
@@ -286,6 +289,7 @@ class Tuning:
     curve: Curve | None
     micro_batches: int
     aims: tuple[tuple[float, float], ...] = ()
+    not_started: float | None = None
 
     @property
     def completed(self) -> float:
@@ -294,10 +298,14 @@ class Tuning:
 
 
 class TimeWindow:
-    """Collects the times of ``length`` steps, of so many micro-batches of this replica each."""
+    """Collects the times of ``length`` steps, of so many micro-batches of this replica each.
 
-    def __init__(self, length: int, micro_batches: int, dims: ParallelDims) -> None:
+    ``passes_end``: whether backward passes may end, so that the ends of forward passes are collected, too.
+    """
+
+    def __init__(self, length: int, micro_batches: int, dims: ParallelDims, *, passes_end: bool = False) -> None:
         self._length, self._micro_batches, self._dims = length, micro_batches, dims
+        self._passes_end = passes_end
         self._rows: list[list[float]] = []
 
     @property
@@ -307,21 +315,25 @@ class TimeWindow:
 
     def add(self, record: StepRecord) -> None:
         """Add a step; only those of the deciding ranks are used."""
-        self._rows.append([*record.start_s, *record.end_s, record.compute_s, record.step_s])
+        forward_ends = record.forward_end_s if self._passes_end else []
+        self._rows.append([*record.start_s, *record.end_s, *forward_ends, record.compute_s, record.step_s])
 
     def gather(self, group: dist.ProcessGroup) -> RecordedSteps:
         """The times of all replicas, in seconds.
 
-        Collective: the group, a host group of all ranks; one sum of [replicas, steps, 2 M + 2] numbers.
+        Collective: the group, a host group of all ranks; one sum of [replicas, steps, 2 M + 2] numbers, 3 M + 2 where
+        backward passes may end.
         """
         dims, number = self._dims, self._micro_batches
-        table = torch.zeros(dims.data, self._length, 2 * number + 2, dtype=torch.float64)
+        width = (3 if self._passes_end else 2) * number + 2
+        table = torch.zeros(dims.data, self._length, width, dtype=torch.float64)
         if dims.is_first_stage and dims.tp_rank == 0:
             table[dims.dp_rank] = torch.tensor(self._rows, dtype=torch.float64)
         dist.all_reduce(table, group=group)
         times = table.numpy()
         starts, ends = times[:, :, :number], times[:, :, number : 2 * number]
-        return RecordedSteps(starts, ends, times[:, :, -2], times[:, :, -1], dims.pipeline)
+        forward_ends = times[:, :, 2 * number : 3 * number] if self._passes_end else None
+        return RecordedSteps(starts, ends, times[:, :, -2], times[:, :, -1], dims.pipeline, forward_ends)
 
 
 def tune(
@@ -354,8 +366,12 @@ def tune(
         min_micro_batches,
         expected_s=steps.expected_s(sigmas),
         layers=layers,
+        forward_ends_s=steps.forward_end_s,
     )
-    return Tuning(found.tau_s, found.drop_rate, found.speedup, communication_s, found.curve, planned)
+    not_started = steps.drop_rate(found.tau_s, min_micro_batches, sigmas) if layers else None
+    return Tuning(
+        found.tau_s, found.drop_rate, found.speedup, communication_s, found.curve, planned, not_started=not_started
+    )
 
 
 def tune_larger_batch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ class StepRecord:
         busy_s: seconds in its forward and backward pass, without waiting for other stages, [completed].
         compute_s: time at which all micro-batches had ended.
         step_s: time at which the optimizer was done.
+        forward_end_s: end time of each micro-batch's forward pass, [completed].
     """
 
     start_s: list[float]
@@ -34,6 +35,7 @@ class StepRecord:
     busy_s: list[float]
     compute_s: float
     step_s: float
+    forward_end_s: list[float] = field(default_factory=list)
 
 
 class StepTimes(Hook):
@@ -153,6 +155,7 @@ class StepTimes(Hook):
             [sum(self._between(*span) for span in spans) for spans in self._spans],
             self._between(self._origin, self._compute),
             self._between(self._origin, self._stepped),
+            [self._between(self._origin, spans[0][1]) for spans in self._spans],
         )
 
     def busy_later(self, without: Sequence[tuple[float, float]] = ()) -> Callable[[], list[float]]:

@@ -60,6 +60,28 @@ logger = logging.getLogger(__name__)
 EVENT_KIND = "drop"
 
 
+@dataclass(frozen=True)
+class Interval:
+    """Steps between two reports, of all replicas.
+
+    Args:
+        dropped: micro-batches that were not started.
+        ended: backward passes that were ended.
+        left_out: shares of transformer layers that these left out, summed.
+        planned: micro-batches planned.
+    """
+
+    dropped: int
+    ended: int
+    left_out: float
+    planned: int
+
+    @property
+    def rate(self) -> float:
+        """Share of the planned micro-batches that was dropped, ended backward passes by what they left out."""
+        return (self.dropped + self.left_out) / self.planned if self.planned else 0.0
+
+
 class DropReport:
     """Reports DropCompute's figures on rank 0; does nothing on other ranks, where ``writer`` is None.
 
@@ -93,7 +115,7 @@ class DropReport:
 
     def step(self, decisions: StepDecisions) -> None:
         """Report a finished step."""
-        if not (decisions.lost and self._speaks):
+        if not ((decisions.dropped or decisions.ended) and self._speaks):
             return
         planned = decisions.planned
         late = {str(replica): done for replica, done in enumerate(decisions.completed) if done < planned}
@@ -119,11 +141,14 @@ class DropReport:
         self._run.events.emit(EVENT_KIND, "limit", step=step, dropped=dropped, max_drop_rate=rate, now=now)
         if limited:
             logger.warning(
-                "step %d: %d micro-batches were dropped in the last %d steps, more than drop_compute.max_drop_rate "
-                "%g allows: none is dropped until the number falls below it",
+                "step %d: %.10g micro-batches were dropped in the last %d steps%s, more than "
+                "drop_compute.max_drop_rate %g allows: none is dropped until the number falls below it",
                 step,
                 dropped,
                 section.window_steps,
+                ", ended backward passes by the layers that they left out"
+                if section.granularity == BACKWARD_PASS
+                else "",
                 rate,
             )
 
@@ -187,7 +212,7 @@ class DropReport:
             gain,
             100 * tuning.drop_rate,
             tuning.micro_batches,
-            self._length(tuning.drop_rate),
+            self._length(tuning.drop_rate if tuning.not_started is None else tuning.not_started),
         )
         if self._section.compensation == LARGER_BATCH and tuning.completed < (1 - TOLERANCE) * wanted:
             self._not_compensated(tuning, wanted)
@@ -218,25 +243,25 @@ class DropReport:
         """Whether totals are to be reported after this step."""
         return self._run.step % self._interval == 0 or self._run.is_last_step
 
-    def totals(self, dropped: int, since: tuple[float, int], rate: float, tau_s: float, ended: int | None) -> None:
+    def totals(self, dropped: int, since: Interval, rate: float, tau_s: float, ended: int | None) -> None:
         """Report totals.
 
         Args:
             dropped: micro-batches dropped since the run began.
-            since: micro-batches lost and planned since the last report.
+            since: the steps since the last report.
             rate: share of all planned micro-batches that were dropped.
             ended: backward passes ended since the run began; None: none can be.
         """
-        share = since[0] / since[1] if since[1] else 0.0
         if self._writer is not None:
-            values: dict[str, float | int] = {"drops/micro_batches": dropped, "drops/rate": share}
+            values: dict[str, float | int] = {"drops/micro_batches": dropped, "drops/rate": since.rate}
             if ended is not None:
                 values["drops/ended_passes"] = ended
             if not math.isinf(tau_s):
                 values["drops/threshold_s"] = tau_s
             self._writer.write(self._run.step, values)
-        if since[0] and self._speaks:
-            left_out = f"{since[0]:.10g} micro-batches dropped, {100 * share:.2f} %"
+        if (since.dropped or since.ended) and self._speaks:
+            passes = f", {since.ended} backward passes ended" if since.ended else ""
+            left_out = f"{since.dropped} micro-batches dropped{passes}, {100 * since.rate:.2f} %"
             logger.info("step %d | %s%s", self._run.step, left_out, self._length(rate))
 
 
@@ -251,25 +276,28 @@ class EndedPasses:
     Args:
         ended: number of them since the run began, over all replicas.
         untold: shares of transformer layers that they left out since the last report, summed.
+        told: number of them at the last report.
     """
 
     ended: int = 0
     untold: float = 0.0
+    told: int = 0
 
     def count(self, step: StepDecisions) -> None:
         """Count a step."""
         self.ended += len(step.ended)
         self.untold += step.lost - step.dropped
 
-    def pop_untold(self) -> float:
-        """The shares left out since the last call."""
-        untold, self.untold = self.untold, 0.0
-        return untold
+    def pop_untold(self) -> tuple[int, float]:
+        """Number of passes ended since the last call, and the shares that they left out."""
+        found = self.ended - self.told, self.untold
+        self.untold, self.told = 0.0, self.ended
+        return found
 
     @property
     def state(self) -> list[float]:
         """Its arguments."""
-        return [self.ended, self.untold]
+        return [self.ended, self.untold, self.told]
 
 
 class DropCompute(Hook):
@@ -373,7 +401,9 @@ class DropCompute(Hook):
         hosts = gather_objects(socket.gethostname(), run.host_group)
         self._hosts = [hosts[replica_ranks(dims, replica)[0]] for replica in range(dims.data)]
         if self._section.record_times and dims.tp_rank == 0:
-            self._time_log = TimeLog(run.folder, dims, self._micro_batches)
+            partial = run.engine.partial
+            of_layers = 0 if partial is None else partial.num_layers
+            self._time_log = TimeLog(run.folder, dims, self._micro_batches, of_layers)
         if dims.rank == 0:
             self._log = DecisionLog(run.folder, run.step, dims.data, self._micro_batches)
         self._report.start(None if self._section.threshold == AUTO and self._tuned_at is None else self._tau_s)
@@ -387,6 +417,12 @@ class DropCompute(Hook):
                 f"{step}, this run has {self._run.steps} steps; use the log of a run that is as long."
             )
         replayed, partial = self._replayed[step], self._run.engine.partial
+        if (least := min(replayed.completed)) < (always := self._section.min_micro_batches):
+            raise ConfigError(
+                f"megasdc.drop_compute.min_micro_batches: got {always}, but a replica of "
+                f"{self._section.replay_decisions} completed {least} in step {step}; set {least} or less, so that the "
+                "decisions can be replayed."
+            )
         layers = 0 if partial is None else partial.num_layers
         if replayed.ended and replayed.of_layers != layers:
             of_run = (
@@ -411,7 +447,9 @@ class DropCompute(Hook):
             self._replay.begin(replayed)
             return
         if self._is_due_to_measure(step):
-            self._window = TimeWindow(self._section.window_steps, self._micro_batches, run.dims)
+            self._window = TimeWindow(
+                self._section.window_steps, self._micro_batches, run.dims, passes_end=engine.partial is not None
+            )
             engine.micro_batches, self._balance.aims = self._micro_batches, ()
         if self._balance.aims:
             self._tau_s = min(self._balance.tau_s, self._given_s)
@@ -542,7 +580,7 @@ class DropCompute(Hook):
 
     def _report_totals(self) -> None:
         dropped, planned = self._totals
-        since = dropped - self._told[0] + self._passes.pop_untold(), planned - self._told[1]
+        since = Interval(dropped - self._told[0], *self._passes.pop_untold(), planned - self._told[1])
         self._told = [dropped, planned]
         ended = self._passes.ended if self._section.granularity == BACKWARD_PASS else None
         self._report.totals(dropped, since, dropped / planned, self._tau_s, ended)
@@ -551,7 +589,8 @@ class DropCompute(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Threshold and counts."""
-        ended = {"ended": self._passes.state} if self._section.granularity == BACKWARD_PASS else {}
+        passes = self._passes
+        ended = {"ended": passes.state} if passes.ended or self._section.granularity == BACKWARD_PASS else {}
         return {
             "tau_s": None if math.isinf(self._tau_s) else self._tau_s,
             "tuned_at": self._tuned_at,

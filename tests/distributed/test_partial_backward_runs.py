@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from harness import run_distributed
 from test_local_sgd import train_replicas
-from whole_runs import checked, end_of, events_of, metrics_of, prepare_text, train_run, write_run
+from whole_runs import checked, end_of, events_of, metrics_of, prepare_text, pretrain_rank, train_run, write_run
 
 from megasdc.common.addresses import BACKWARD
 from megasdc.dropcompute.threshold import search_recorded
 from megasdc.dropcompute.tuning import measured_communication_s
+from megasdc.lab.report.run_threshold import search_run
 from megasdc.lab.report.step_times import load_step_times
+from megasdc.model.gpt import TransformerBlock
 from megasdc.sdc.trace import read_folder
 
 pytestmark = pytest.mark.distributed
@@ -34,9 +40,33 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("text"))
 
 
-def _train(config: Path, *overrides: str) -> None:
-    results = train_run(config, 2, *overrides)
-    assert [code for code, _ in results if code] == [], results
+def _train(config: Path, *overrides: str) -> list[str]:
+    """Train, and return the lines of rank 0 about drops."""
+    results = run_distributed(_pretrain, 2, str(config), list(overrides), init=False)
+    assert [code for code, _, _ in results if code] == [], results
+    return results[0][2]
+
+
+def _pretrain(config: str, overrides: list[str]) -> tuple[int, str | None, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megasdc.train.drop_compute").addHandler(handler)
+    return *pretrain_rank(config, overrides), lines
+
+
+def _pretrain_with_slow_layers(config: str, overrides: list[str]) -> tuple[int, str | None]:
+    """Body of a rank; the backward pass of rank 1's second layer takes 0.6 s in step 3 and from step 5 on."""
+    forward, calls = TransformerBlock.forward, itertools.count()
+
+    def slow(block: TransformerBlock, *inputs: Any, **named: Any) -> Any:
+        output = forward(block, *inputs, **named)
+        if output.requires_grad and dist.get_rank() == 1 and next(calls) in (4, *range(8, 2 * STEPS, 2)):
+            output.register_hook(lambda _gradient: time.sleep(0.6))  # that of the first: the second's input
+        return output
+
+    TransformerBlock.forward = slow  # type: ignore[method-assign]
+    return pretrain_rank(config, overrides)
 
 
 def _steps(run_dir: Path) -> dict[int, tuple[list[int], list[int | None] | None]]:
@@ -57,8 +87,10 @@ def _write_log(path: Path, micro_batches: int, steps: list[tuple[list[int], list
 def test_one_micro_batch_a_step_ends_at_the_threshold_and_repeats(tmp_path: Path, data: Path) -> None:
     """With no time at all every pass ends behind the last layer; a replay, resumed in the middle, has the same bits."""
     small = {"deepspeed__train_batch_size": 2, "trace__enabled": True}
-    _train(write_run(tmp_path, data, "late", drop_compute=AT_ONCE, **small))
+    lines = _train(write_run(tmp_path, data, "late", drop_compute=AT_ONCE, **small))
     run_dir = tmp_path / "late"
+    ended = "0 micro-batches dropped, 2 backward passes ended, 100.00 %"
+    assert [line for line in lines if "dropped, " in line] == [f"step {step} | {ended}" for step in range(2, STEPS + 1)]
     after = ([1, 1], [0, 0])
     assert _steps(run_dir) == {1: ([1, 1], None), **dict.fromkeys(range(2, STEPS + 1), after)}
     told = events_of(run_dir, "drop", "micro_batches")
@@ -89,18 +121,27 @@ def test_one_micro_batch_a_step_ends_at_the_threshold_and_repeats(tmp_path: Path
 
 
 def test_auto_ends_passes_of_the_only_micro_batch(tmp_path: Path, data: Path) -> None:
-    """The chosen tau is what the search with ended passes finds on the window's times; whole ones have none."""
-    drop = {**ENDING, "threshold": "auto", "warmup_steps": 1, "window_steps": 3, "max_drop_rate": 0.5}
-    delay = [{"kind": "gamma", "mean_s": 0.05, "std_s": 0.1, "seed": 5}]
-    _train(write_run(tmp_path, data, "auto", drop_compute=drop, delay=delay, deepspeed__train_batch_size=2))
+    """The chosen tau is what the search with ended passes finds on the window's times, forward passes as measured, and
+    what the command finds; whole passes have none. What is slow in backward passes is then left out.
+    """
+    drop = {**ENDING, "threshold": "auto", "warmup_steps": 1, "window_steps": 3, "max_drop_rate": 0.1}
+    small = {"deepspeed__train_batch_size": 2, "training__eval_interval": STEPS}
+    config = write_run(tmp_path, data, "auto", drop_compute=drop, **small)
+    results = run_distributed(_pretrain_with_slow_layers, 2, str(config), [], init=False)
+    assert [code for code, _ in results if code] == [], results
     (chosen,) = events_of(tmp_path / "auto", "drop", "threshold")
     times = load_step_times(tmp_path / "auto")
     window = times.only((times.steps >= 2) & (times.steps <= 4))
     starts, ends, compute, step = (getattr(window, name)[:, 0] for name in ("start_s", "end_s", "compute_s", "step_s"))
     rest_s = measured_communication_s(compute, step)
-    found = search_recorded(starts, ends, rest_s, 0.5, layers=2)
+    middles = window.forward_end_s[:, 0]
+    assert (starts < middles).all() and (middles < ends).all() and (ends - middles)[1, 1] > 0.6 > middles.max()
+    found = search_recorded(starts, ends, rest_s, 0.1, layers=2, forward_ends_s=middles)
     assert (chosen["step"], chosen["tau_s"], chosen["speedup"]) == (4, found.tau_s, found.speedup)
-    assert found.speedup > 1 and search_recorded(starts, ends, rest_s, 0.5).tau_s == math.inf
+    assert found.speedup > 1 and search_recorded(starts, ends, rest_s, 0.1).tau_s == math.inf
+    command = search_run(load_step_times(tmp_path / "auto", 2, 4), 0.1, 1, None)
+    assert (command.layers, command.threshold.tau_s, command.threshold.speedup) == (2, found.tau_s, found.speedup)
+    assert {number: layers[1] for number, (_, layers) in _steps(tmp_path / "auto").items() if layers} == {5: 1, 6: 1}
 
 
 def test_passes_end_within_a_replica_that_trains_apart(tmp_path: Path, data: Path) -> None:
@@ -130,7 +171,7 @@ def test_passes_end_within_a_replica_that_trains_apart(tmp_path: Path, data: Pat
 
 
 LOGGED: list[tuple[list[int], list[int | None]]] = [
-    ([4, 4], [None, 1]),
+    ([4, 4], [None, 2]),
     ([3, 4], [0, None]),
     ([2, 2], [2, 1]),
     ([4, 3], [None, None]),
@@ -160,6 +201,8 @@ def test_checks_of_every_kind_raise_no_alarm(tmp_path: Path, data: Path, precisi
         (completed, None if layers == [None, None] else layers) for completed, layers in LOGGED
     ]
     assert [one["step"] for one in events_of(run_dir, "audit", "agreed") if one["rank"] == 0] == [1, 2, 4, 6]
+    told = {one["step"]: (one["dropped"], one.get("layers")) for one in events_of(run_dir, "drop", "micro_batches")}
+    assert len(told) == STEPS and told[1] == (0, {"1": 2}) and told[4] == (1, None), "of all layers, too"
     for name in ("finding", "audit_void", "incident", "slice_given_up"):
         assert events_of(run_dir, "sdc", name) == [], name
 
@@ -188,3 +231,12 @@ def test_a_replay_that_cannot_end_where_the_log_says_is_refused(tmp_path: Path, 
     results = train_run(config, 2)
     assert [code for code, _ in results] == [70, 70]
     assert "{0: 2} layers" in results[0][1] and "after {0: 1}" in results[0][1]
+
+
+def test_a_replay_starts_no_more_than_the_log_says(tmp_path: Path, data: Path) -> None:
+    """Micro-batches that would always be started, and that the other run did not, are refused before the first step."""
+    _write_log(tmp_path / "given.jsonl", 2, [([2, 2], [None, None])] * 3 + [([2, 1], [None, 1])] * 3)
+    drop = {**ENDING, "replay_decisions": str(tmp_path / "given.jsonl"), "min_micro_batches": 2}
+    results = train_run(write_run(tmp_path, data, "run", drop_compute=drop), 2)
+    assert [code for code, _ in results] == [70, 70]
+    assert "min_micro_batches: got 2" in results[0][1] and "completed 1 in step 4; set 1 or less" in results[0][1]

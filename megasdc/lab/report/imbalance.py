@@ -9,6 +9,9 @@ fast. The mean of this loss over steps is divided into
   slowest on average in every step;
 - the random part: the rest, which is never negative. Dropping helps against this part alone: a replica that is always
   late would lose samples in every step.
+
+What a threshold cut short does not show the time that was needed: ended backward passes are left out of the time of a
+micro-batch, and steps with drops out of what is compared with eq. 3.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 
 from megasdc.dropcompute.threshold import exact_longest, longest_density
 from megasdc.lab.report.step_times import StepTimesOfRun
+from megasdc.output.page import plain_values
 
 LITTLE = 0.01
 """Share of a step below which a loss is not worth a remedy."""
@@ -34,7 +38,8 @@ class ReplicaTimes:
     """Times of one replica over the steps: mean, standard deviation, median, 99th percentile and maximum of T.
 
     ``last_steps``: steps in which all others waited for it; ``waiting_share``: time that it waited for the slowest
-    replica, over the time of all steps; ``busy_s``: of a micro-batch's forward and backward pass, [stage].
+    replica, over the time of all steps; ``busy_s``: of a micro-batch's forward and backward pass, [stage], NaN if no
+    backward pass was whole.
     """
 
     replica: int
@@ -73,7 +78,7 @@ class SlowestReplica:
     The prediction takes a replica's time as normal, with mean ``replica_mean_s`` and deviation ``replica_std_s`` of all
     replicas together. ``mean_s``, ``expected_s``: mean over steps, and the expectation. ``edges_s``: of the bins of the
     histogram, [bin + 1]; ``measured``, ``predicted``: mean densities in a bin and in its middle, in 1 / s, [bin]; the
-    latter is empty where all times are equal.
+    latter is empty where all times are equal. ``steps``: number of the steps without drops, of which all this is.
     """
 
     mean_s: float
@@ -83,13 +88,15 @@ class SlowestReplica:
     edges_s: tuple[float, ...]
     measured: tuple[float, ...]
     predicted: tuple[float, ...]
+    steps: int
 
 
 @dataclass(frozen=True)
 class TimesReport:
     """Times of a run's steps and their loss to waiting.
 
-    ``compute_s``: T, [replica, step]; ``step_s``: mean time of a step; ``replicas``: by index.
+    ``compute_s``: T, [replica, step]; ``step_s``: mean time of a step; ``replicas``: by index; ``slowest``: None if
+    there is no step without drops.
     """
 
     times: StepTimesOfRun
@@ -97,11 +104,11 @@ class TimesReport:
     step_s: float
     replicas: tuple[ReplicaTimes, ...]
     loss: WaitingTime
-    slowest: SlowestReplica
+    slowest: SlowestReplica | None
 
     @property
     def steps_with_drops(self) -> int:
-        """Steps in which a replica dropped micro-batches; their times are shorter by that."""
+        """Steps in which a replica dropped micro-batches or ended a backward pass; their times are shorter by that."""
         return int((~self.times.is_whole).any(axis=0).sum())
 
     @property
@@ -134,24 +141,26 @@ class TimesReport:
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
         times = self.times
-        return {
+        found = {
             "run": str(times.run),
             "steps": {"first": int(times.steps[0]), "last": int(times.steps[-1]), "count": len(times.steps)},
             "steps_with_drops": self.steps_with_drops,
+            "ended_passes": int(times.ended.sum()),
             "stages": times.start_s.shape[1],
             "step_s": self.step_s,
             "replicas": [asdict(replica) for replica in self.replicas],
             "loss": asdict(self.loss),
-            "slowest": asdict(self.slowest),
+            "slowest": None if self.slowest is None else asdict(self.slowest),
             "advice": self.advice,
             "notes": list(times.notes),
         }
+        return plain_values(found)
 
 
 def report_times(times: StepTimesOfRun) -> TimesReport:
     """Computes times and losses of the recorded steps, at least one."""
-    compute = times.compute_s.max(axis=1)
-    busy = np.nanmean(times.busy_s, axis=(2, 3))
+    compute, whole = times.compute_s.max(axis=1), times.is_whole.all(axis=0)
+    busy = mean_of_known(times.busy_of_whole_s, (2, 3))
     steps = times.step_s.max(axis=(0, 1))
     waiting = (compute.max(axis=0) - compute).sum(axis=1) / steps.sum()
     last = np.bincount(compute.argmax(axis=0), minlength=len(compute))
@@ -171,10 +180,12 @@ def report_times(times: StepTimesOfRun) -> TimesReport:
         for number, own in enumerate(compute)
     )
     loss = _divide(compute, times.gc_s.max(axis=1), busy)
-    return TimesReport(times, compute, float(steps.mean()), replicas, loss, _slowest(compute))
+    return TimesReport(times, compute, float(steps.mean()), replicas, loss, _slowest(compute[:, whole]))
 
 
-def _slowest(compute: NDArray[np.float64]) -> SlowestReplica:
+def _slowest(compute: NDArray[np.float64]) -> SlowestReplica | None:
+    if not compute.size:
+        return None
     longest, mean, std = compute.max(axis=0), float(compute.mean()), float(compute.std())
     bins = min(MOST_BINS, max(1, round(math.sqrt(longest.size))))
     measured, edges = np.histogram(longest, bins, density=True)
@@ -182,7 +193,14 @@ def _slowest(compute: NDArray[np.float64]) -> SlowestReplica:
     predicted = longest_density(middles, len(compute), mean, std).tolist() if std > 0 else []
     expected = exact_longest(len(compute), mean, std)
     return SlowestReplica(
-        float(longest.mean()), expected, mean, std, tuple(edges.tolist()), tuple(measured.tolist()), tuple(predicted)
+        float(longest.mean()),
+        expected,
+        mean,
+        std,
+        tuple(edges.tolist()),
+        tuple(measured.tolist()),
+        tuple(predicted),
+        longest.size,
     )
 
 
@@ -191,10 +209,18 @@ def _divide(compute: NDArray[np.float64], collected: NDArray[np.float64], busy: 
     means = without.mean(axis=1)
     slowest = int(means.argmax())
     deterministic = float(means[slowest] - means.mean())
-    excess = busy[slowest] - busy.mean(axis=0)
-    stage = int(excess.argmax())
+    excess = busy[slowest] - mean_of_known(busy, 0)
+    stage = int(excess.argmax())  # where passes are ended there is but one
     rest = _lost(without)
     return WaitingTime(total, deterministic, total - rest, rest - deterministic, slowest, stage, float(excess[stage]))
+
+
+def mean_of_known(values: NDArray[np.float64], axes: int | tuple[int, ...]) -> NDArray[np.float64]:
+    """Mean over axes of the values that are not NaN; NaN where all are."""
+    known = np.isfinite(values)
+    number = known.sum(axis=axes)
+    total = np.where(known, values, 0.0).sum(axis=axes)
+    return np.divide(total, number, out=np.full(total.shape, np.nan), where=number > 0)
 
 
 def _lost(seconds: NDArray[np.float64]) -> float:

@@ -1,13 +1,13 @@
 """The compute threshold that would have been best for the steps that a run recorded.
 
 The search is that of a running job (``megasdc.dropcompute.threshold.search_recorded``), on steps without dropped
-micro-batches: times that a threshold cut short do not show the time that was needed.
+micro-batches and ended backward passes: times that a threshold cut short do not show the time that was needed.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ class RunThreshold:
 
     ``communication_s``: Tc, the time of a step that no threshold shortens, ``measured`` or given; ``threshold``: result
     for the rule ``elapsed``, which starts micro-batches before tau; ``predictive``: for the rule that starts those
-    expected, with ``sigmas``, to end by tau.
+    expected, with ``sigmas``, to end by tau; ``layers``: between which backward passes end at tau, 0: they are whole;
+    ``ended_passes``: those of the steps that are not used.
     """
 
     times: StepTimesOfRun
@@ -39,6 +40,8 @@ class RunThreshold:
     threshold: Threshold
     sigmas: float
     predictive: Threshold
+    layers: int
+    ended_passes: int
 
     @property
     def rules(self) -> dict[str, Threshold]:
@@ -81,6 +84,8 @@ class RunThreshold:
             "communication_measured": self.measured,
             "max_drop_rate": self.max_drop_rate,
             "min_micro_batches": self.min_micro_batches,
+            "layers": self.layers,
+            "ended_passes": self.ended_passes,
             "longest_s": float(curve.longest_s.mean()),
             "mean_compute_s": float(self.replica_times_s.mean()),
             "best": self.at(ELAPSED, self.best(ELAPSED)),
@@ -110,20 +115,20 @@ def search_run(
     min_micro_batches: int,
     communication_s: float | None,
     sigmas: float = SIGMAS,
-    layers: int = 0,
 ) -> RunThreshold:
-    """Searches the threshold on the steps of a run without dropped micro-batches.
+    """Searches the threshold on the steps of a run without dropped micro-batches and ended backward passes.
+
+    Backward passes end at it if those of the run's last start may, and the ends of forward passes are recorded.
 
     Args:
         max_drop_rate: largest permitted share of dropped micro-batches, in [0, 1].
         min_micro_batches: completed by every replica whatever the threshold, >= 1.
         communication_s: Tc; None: as measured.
         sigmas: of the predictive rule, see ``ClockDecisions``.
-        layers: between which backward passes end, see ``search_recorded``.
 
     Raises:
         ValueError: a wrong value.
-        DataError: micro-batches were dropped in every step.
+        DataError: micro-batches were dropped, or backward passes ended, in every step.
     """
     if not 0 <= max_drop_rate <= 1:
         raise ValueError(f"max_drop_rate is {max_drop_rate}, needed 0 to 1")
@@ -131,14 +136,14 @@ def search_run(
     if not whole.any():
         raise DataError(
             f"{times.run}: in all {len(times.steps)} recorded steps from {times.steps[0]} to {times.steps[-1]} "
-            "micro-batches were dropped, and a threshold is searched on steps without drops; name others with "
-            '--first-step and --last-step, or record some with megasdc.drop_compute.threshold "inf"'
+            f"micro-batches were dropped{times.ended_too}, and a threshold is searched on steps without drops; name "
+            'others with --first-step and --last-step, or record some with megasdc.drop_compute.threshold "inf"'
         )
-    left = int((~whole).sum())
+    left, ended_passes = int((~whole).sum()), int(times.ended.sum())
     times = times.only(
         whole,
-        f"{left} steps in which micro-batches were dropped are not used; the others are then the faster ones, and "
-        "the threshold comes out too low: better name steps before a threshold was in force",
+        f"{left} steps in which micro-batches were dropped{times.ended_too} are not used; the others are then the "
+        "faster ones, and the threshold comes out too low: better name steps before a threshold was in force",
     )
     latest = times.planned == times.planned[-1]
     times = times.only(latest, f"steps with another number of micro-batches than {times.planned[-1]} are not used")
@@ -148,7 +153,14 @@ def search_run(
         if communication_s is None
         else communication_s
     )
-    starts, ends = times.start_s[:, 0], times.end_s[:, 0]
+    starts, ends, forward_ends = times.start_s[:, 0], times.end_s[:, 0], times.forward_end_s[:, 0]
+    layers = times.of_layers
+    if layers and np.isnan(forward_ends).any():
+        layers, note = (
+            0,
+            "backward passes are taken as whole: of some steps the ends of forward passes are not recorded",
+        )
+        times = replace(times, notes=(*times.notes, note))
     found, predictive = (
         search_recorded(
             starts,
@@ -158,7 +170,9 @@ def search_run(
             min_micro_batches,
             expected_s=expected_times_s(starts, ends, rule_sigmas),
             layers=layers,
+            forward_ends_s=forward_ends,
         )
         for rule_sigmas in (None, sigmas)
     )
-    return RunThreshold(times, rest_s, measured, max_drop_rate, min_micro_batches, found, sigmas, predictive)
+    given = (times, rest_s, measured, max_drop_rate, min_micro_batches)
+    return RunThreshold(*given, found, sigmas, predictive, layers, ended_passes)

@@ -27,6 +27,7 @@ OnProgress = Callable[[str, int, int], None]
 _LAYOUT_BEGIN = '{"kind": "layout"'
 _LAYOUT_KEYS = ("rank", "dp_rank", "pp_rank", "data", "pipeline", "micro_batches")
 _LISTS = ("start_s", "end_s", "busy_s")
+_FORWARD = "forward_end_s"
 _NUMBERS = ("compute_s", "step_s", "gc_s")
 
 
@@ -47,6 +48,9 @@ class StepTimesOfRun:
         notes: what was ignored, a sentence each.
         layers: transformer layers after which the replica's last backward pass was ended, [replica, step]; -1: it is
             whole.
+        forward_end_s: end of its forward pass, as ``end_s``; NaN also where it is not recorded, as of starts whose
+            backward passes were all whole.
+        of_layers: transformer layers between which the last start's backward passes could end; 0: all were whole.
     """
 
     run: Path
@@ -61,6 +65,8 @@ class StepTimesOfRun:
     hosts: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
     layers: NDArray[np.int64]
+    forward_end_s: NDArray[np.float64]
+    of_layers: int = 0
 
     @property
     def ended(self) -> NDArray[np.bool_]:
@@ -68,9 +74,23 @@ class StepTimesOfRun:
         return self.layers >= 0
 
     @property
+    def ended_too(self) -> str:
+        """What is said, after dropped micro-batches, of ended backward passes; empty: there is none."""
+        ended = int(self.ended.sum())
+        return f" or backward passes ended ({ended:,})" if ended else ""
+
+    @property
     def is_whole(self) -> NDArray[np.bool_]:
         """Whether a replica completed all micro-batches as planned, with whole backward passes, [replica, step]."""
         return (self.completed == self.planned) & ~self.ended
+
+    @property
+    def busy_of_whole_s(self) -> NDArray[np.float64]:
+        """As ``busy_s``; NaN also where the backward pass was ended, whose time is not that of a micro-batch."""
+        found = self.busy_s.copy()
+        replicas, steps = np.nonzero(self.ended)
+        found[replicas, :, steps, self.completed[replicas, steps] - 1] = np.nan
+        return found
 
     @property
     def completed(self) -> NDArray[np.int64]:
@@ -89,7 +109,7 @@ class StepTimesOfRun:
     def only(self, chosen: NDArray[np.bool_], *notes: str) -> StepTimesOfRun:
         """A subset of the steps by a mask, [step], with at least one True; ``notes`` are added if it excludes any."""
         width = int(self.planned[chosen].max())
-        cut = {name: getattr(self, name)[:, :, chosen, :width] for name in _LISTS}
+        cut = {name: getattr(self, name)[:, :, chosen, :width] for name in (*_LISTS, _FORWARD)}
         cut |= {name: getattr(self, name)[:, :, chosen] for name in _NUMBERS}
         cut["layers"] = self.layers[:, chosen]
         kept = self.notes if chosen.all() else (*self.notes, *notes)
@@ -213,6 +233,8 @@ def _checked_layout(line: dict[str, Any], where: str) -> dict[str, Any]:
     for key in _LAYOUT_KEYS:
         if not isinstance(line.get(key), int) or line[key] < 0:
             raise DataError(f"{where}: {key} is {line.get(key)!r}, needed a whole number")
+    if not isinstance(line.get("of_layers", 0), int) or line.get("of_layers", 0) < 0:
+        raise DataError(f"{where}: of_layers is {line['of_layers']!r}, needed a whole number of transformer layers")
     if line["dp_rank"] >= line["data"] or line["pp_rank"] >= line["pipeline"]:
         raise DataError(
             f"{where}: replica {line['dp_rank']} of {line['data']}, stage {line['pp_rank']} of {line['pipeline']}"
@@ -233,7 +255,7 @@ def _checked_row(line: dict[str, Any], where: str) -> dict[str, Any]:
             raise DataError(f"{where}: {key} holds {value!r}, needed finite seconds >= 0")
     if (layers := line.get("layers")) is not None and (not isinstance(layers, int) or layers < 0):
         raise DataError(f"{where}: layers is {layers!r}, needed a whole number of transformer layers")
-    starts, ends = line["start_s"], line["end_s"]
+    starts, ends, middles = line["start_s"], line["end_s"], line.get(_FORWARD, line["end_s"])
     if not 1 <= len(starts) <= line["planned"]:
         raise DataError(f"{where}: {len(starts)} micro-batches were completed, of {line['planned']} planned")
     for key in ("start_s", "end_s"):
@@ -241,7 +263,14 @@ def _checked_row(line: dict[str, Any], where: str) -> dict[str, Any]:
             raise DataError(f"{where}: {key} is {line[key]}, needed rising values")
     if any(end < start for start, end in zip(starts, ends, strict=True)):
         raise DataError(f"{where}: a micro-batch ended before it started; start_s is {starts}, end_s {ends}")
+    if not isinstance(middles, list) or len(middles) != len(starts) or not _lie_between(starts, middles, ends):
+        raise DataError(f"{where}: {_FORWARD} is {middles!r}, needed a time within each micro-batch")
     return line
+
+
+def _lie_between(starts: list[float], middles: list[Any], ends: list[float]) -> bool:
+    times = zip(starts, middles, ends, strict=True)
+    return all(isinstance(middle, int | float) and start <= middle <= end for start, middle, end in times)
 
 
 def _as_arrays(run: Path, files: dict[tuple[int, int], _File], notes: list[str]) -> StepTimesOfRun:
@@ -259,7 +288,7 @@ def _as_arrays(run: Path, files: dict[tuple[int, int], _File], notes: list[str])
     planned = [first.rows[step]["planned"] for step in steps]
     replicas, stages = first.sizes
     shape = (replicas, stages, len(steps))
-    lists = {name: np.full((*shape, max(planned)), np.nan) for name in _LISTS}
+    lists = {name: np.full((*shape, max(planned)), np.nan) for name in (*_LISTS, _FORWARD)}
     numbers = {name: np.empty(shape) for name in _NUMBERS}
     layers = np.full((replicas, len(steps)), -1)
     for (replica, stage), file in files.items():
@@ -268,13 +297,21 @@ def _as_arrays(run: Path, files: dict[tuple[int, int], _File], notes: list[str])
             if row.get("layers") is not None:
                 layers[replica, place] = row["layers"]
             _check_agreement(file, row, files[replica, 0].rows[step], planned[place])
-            for name in _LISTS:
+            for name in lists.keys() & row.keys():
                 lists[name][replica, stage, place, : len(row[name])] = row[name]
             for name in _NUMBERS:
                 numbers[name][replica, stage, place] = row[name]
     hosts = tuple(tuple(str(files[r, s].layout.get("host")) for s in range(stages)) for r in range(replicas))
     return StepTimesOfRun(
-        run, np.array(steps), np.array(planned), **lists, **numbers, hosts=hosts, notes=tuple(notes), layers=layers
+        run,
+        np.array(steps),
+        np.array(planned),
+        **lists,
+        **numbers,
+        hosts=hosts,
+        notes=tuple(notes),
+        layers=layers,
+        of_layers=int(first.layout.get("of_layers", 0)),
     )
 
 

@@ -17,6 +17,7 @@ def threshold_page(result: RunThreshold) -> Page:
     """The page of the best threshold and some others, compute times, and the results of all thresholds."""
     curve, kind = result.threshold.curve, "measured" if result.measured else "given"
     tau_s = result.at(ELAPSED, result.best(ELAPSED))["tau_s"]
+    ends = f"; backward passes end between {result.layers} transformer layers" if result.layers else ""
     marks = {"mean of the slowest": float(curve.longest_s.mean())} | ({} if tau_s is None else {"tau": tau_s})
     caption = "Share of replicas and steps."
     return Page(
@@ -24,7 +25,7 @@ def threshold_page(result: RunThreshold) -> Page:
         verdict=f"DropCompute, from recorded steps: {result.times.described}",
         sentences=[
             f"{curve.micro_batches} micro-batches; compute time of a replica {result.replica_times_s.mean():.4g} s, of "
-            f"the slowest {curve.longest_s.mean():.4g} s; Tc {result.communication_s:.4g} s, {kind}"
+            f"the slowest {curve.longest_s.mean():.4g} s; Tc {result.communication_s:.4g} s, {kind}{ends}"
         ],
         notes=result.times.notes,
         sections=[
@@ -48,8 +49,9 @@ def _thresholds(result: RunThreshold) -> Table:
         rows += [_row(result, rule, place, place == best) for place in sorted(near | {len(completed) - 1, best})]
     headings = ("rule", "tau, s", "S_eff", "M~", "dropped", "compute of a step, s", "steps after tau")
     title = f"thresholds, best of those that drop at most {result.max_drop_rate:.0%} in bold"
+    finished = "backward passes end between two layers" if result.layers else "micro-batches are finished"
     note = (
-        "S_eff: samples per second over those without drops. Started micro-batches are finished, so a step may last "
+        f"S_eff: samples per second over those without drops. Started {finished}, so a step may last "
         "longer than tau; elapsed: started before tau; predictive: expected to end by tau (mean and "
         f"{result.sigmas:g} standard deviations)"
     )

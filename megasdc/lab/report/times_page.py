@@ -7,8 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from megasdc.dropcompute.threshold import longest_density
-from megasdc.lab.report.imbalance import ReplicaTimes, TimesReport
-from megasdc.output.figure import COLOURS, Figure, Series, bars, clean, columns_of, curve, layout, scatter
+from megasdc.lab.report.imbalance import ReplicaTimes, SlowestReplica, TimesReport, mean_of_known
+from megasdc.output.figure import (
+    COLOURS,
+    Figure,
+    Series,
+    bars,
+    clean,
+    columns_of,
+    curve,
+    layout,
+    number_or_none,
+    scatter,
+)
 from megasdc.output.page import Page, PageSection, Table, number_cell
 
 SHOWN = 16
@@ -25,8 +36,8 @@ def times_page(result: TimesReport) -> Page:
     if result.steps_with_drops:
         notes.insert(
             0,
-            f"in {result.steps_with_drops} of {len(result.times.steps)} steps micro-batches were dropped: these times "
-            "are shorter",
+            f"in {result.steps_with_drops} of {len(result.times.steps)} steps micro-batches were dropped"
+            f"{result.times.ended_too}: these times are shorter, and not compared with eq. 3",
         )
     return Page(
         title="Step times",
@@ -42,10 +53,13 @@ def times_page(result: TimesReport) -> Page:
 
 def _prediction(result: TimesReport) -> str:
     slowest = result.slowest
+    if slowest is None:
+        return "Eq. 3 of the DropCompute paper is of steps without drops, of which none is recorded."
     off = slowest.expected_s / slowest.mean_s - 1
+    whole = f" without drops, {slowest.steps:,} in all" if result.steps_with_drops else ""
     return (
-        f"The slowest replica takes {slowest.mean_s:.4g} s of a step; eq. 3 of the DropCompute paper, for replicas "
-        f"that are alike and normal, says {slowest.expected_s:.4g} s ({off:+.1%})."
+        f"The slowest replica takes {slowest.mean_s:.4g} s of a step{whole}; eq. 3 of the DropCompute paper, for "
+        f"replicas that are alike and normal, says {slowest.expected_s:.4g} s ({off:+.1%})."
     )
 
 
@@ -70,8 +84,11 @@ def _replicas(result: TimesReport, slowest: Sequence[ReplicaTimes]) -> Table:
 
 def _stages(result: TimesReport) -> Table:
     slowest = result.replicas[result.loss.slowest]
-    means = np.mean([one.busy_s for one in result.replicas], axis=0).tolist()
-    rows = [(stage, *both) for stage, both in enumerate(zip(means, slowest.busy_s, strict=True))]
+    means = mean_of_known(np.array([one.busy_s for one in result.replicas]), 0).tolist()
+    rows = [
+        (stage, *(number_cell(number_or_none(one)) for one in both))
+        for stage, both in enumerate(zip(means, slowest.busy_s, strict=True))
+    ]
     headings = ("stage", "mean of replicas", f"replica {slowest.replica}")
     title = "forward and backward pass of a micro-batch, s"
     return Table("stages", headings, rows, searched=False, title=title)
@@ -109,7 +126,8 @@ def _figures(result: TimesReport, shown: Sequence[ReplicaTimes]) -> list[Figure]
         trace = bars("", names, values, COLOURS[0], f"%{{x}}: %{{y:{form}}}")
         own = {"replica": names, name: values}
         found.append(Figure(name, title, left, [trace], layout(HEIGHT, yaxis={"tickformat": form}), own))
-    found.append(_histogram(result))
+    if result.slowest is not None:
+        found.append(_histogram(result.slowest, len(result.replicas)))
     loss = result.loss
     parts = {"deterministic": loss.deterministic_s, "garbage": loss.garbage_s, "random": loss.random_s}
     trace = bars("", list(parts), list(parts.values()), COLOURS[1], "%{x}: %{y:.4g} s")
@@ -123,9 +141,9 @@ def _figures(result: TimesReport, shown: Sequence[ReplicaTimes]) -> list[Figure]
     return [*found, Figure("over_steps", title, "", traces, over, columns_of(series), on_steps=True)]
 
 
-def _histogram(result: TimesReport) -> Figure:
+def _histogram(slowest: SlowestReplica, num_replicas: int) -> Figure:
     """Measured histogram of the slowest replica's time, and eq. 3's density."""
-    slowest, edges = result.slowest, np.array(result.slowest.edges_s)
+    edges = np.array(slowest.edges_s)
     middles = (edges[1:] + edges[:-1]) / 2
     traces = [
         bars("measured", middles, slowest.measured, COLOURS[0], "%{x:.4g} s: %{y:.4g}", width=np.diff(edges).tolist())
@@ -134,7 +152,7 @@ def _histogram(result: TimesReport) -> Figure:
     if slowest.predicted:
         mean, std = slowest.replica_mean_s, slowest.replica_std_s
         x = np.linspace(min(edges[0], slowest.expected_s - 3 * std), max(edges[-1], slowest.expected_s + 3 * std), 200)
-        traces.append(scatter("eq. 3", x, longest_density(x, len(result.replicas), mean, std), COLOURS[1]))
+        traces.append(scatter("eq. 3", x, longest_density(x, num_replicas, mean, std), COLOURS[1]))
         columns["predicted"] = list(slowest.predicted)
     title, caption = "Time of the slowest replica, density", "Eq. 3 takes replicas as alike and their times as normal."
     return Figure("slowest", title, caption, traces, layout(HEIGHT, "seconds", legend=True), columns)

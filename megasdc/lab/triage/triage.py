@@ -347,14 +347,14 @@ def _plan(run: Path, config: RunConfig, past: RunPast, step: int) -> ReplayPlan:
         links=bool(saved),
         last=last,
         world_size=settings.data * parallel.tensor * parallel.pipeline,
-        decisions=_decisions(past, own_config) if settings.drops.enabled else None,
+        decisions=_decisions(past, own_config, last) if settings.drops.enabled else None,
         allow_changed=tuple(starts[own].flagged),
     )
 
 
-def _decisions(past: RunPast, config: RunConfig) -> dict[int, StepDecisions]:
-    """Those of all steps of a run; nothing is dropped in steps that are not known."""
-    settings, found = past.settings[-1], dict(past.decisions)
+def _decisions(past: RunPast, config: RunConfig, last: int) -> dict[int, StepDecisions]:
+    """Those of the steps up to ``last``; nothing is dropped in others, which may be of another granularity."""
+    settings, found = past.settings[-1], {step: one for step, one in past.decisions.items() if step <= last}
     for step in range(1, max(config.megasdc.training.steps, past.last_step) + 1):
         all_of_them = (settings.micro_batches,) * settings.data
         found.setdefault(step, StepDecisions(settings.micro_batches, all_of_them))

@@ -264,40 +264,48 @@ def test_the_predictive_rule_completes_what_is_expected_to_end_by_the_threshold(
             assert found.curve.times_s[step, 20 * place] == pytest.approx(longest, rel=1e-12)
 
 
-def _by_pieces(latency: list[float], tau: float, least: int, layers: int, most: float) -> tuple[float, float]:
-    """Micro-batches that a replica completes, and when it is done: one layer's backward pass after the other."""
+def _by_pieces(
+    latency: list[float], forward: list[float], tau: float, least: int, layers: int, most: float
+) -> tuple[float, float]:
+    """Micro-batches that a replica completes, and when it is done: one layer's backward pass after the other.
+
+    ``forward``: share of the forward pass in a latency.
+    """
     clock, completed = 0.0, 0.0
-    for number, seconds in enumerate(latency):
+    for number, (seconds, share) in enumerate(zip(latency, forward, strict=True)):
         if number >= least and clock + most >= tau:
             break
         begun, completed = clock, completed + 1
         for layer in range(layers + 1):
-            clock = begun + seconds * (1 / 3 + 2 / 3 * layer / layers)
+            clock = begun + seconds * (share + (1 - share) * layer / layers)
             if layer < layers and number + 1 >= least and max(clock, begun + most * (number >= least)) >= tau:
                 return completed - 1 + layer / layers, clock
     return completed, clock
 
 
+@pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize(
     ("micro_batches", "least", "layers", "sigmas"), [(1, 1, 4, None), (5, 1, 3, None), (5, 3, 2, None), (4, 2, 3, 1.0)]
 )
 def test_backward_passes_that_end_at_the_threshold(
-    micro_batches: int, least: int, layers: int, sigmas: float | None
+    micro_batches: int, least: int, layers: int, sigmas: float | None, measured: bool
 ) -> None:
     """Each threshold has the work and the time that a plain loop over layers finds, and the best is the best of them;
-    with one micro-batch a step, too, where whole ones gain nothing.
+    with one micro-batch a step, too, where whole ones gain nothing. Forward passes last as measured, or a third.
     """
     times = latencies(11, replicas=6, steps=4, micro_batches=micro_batches)
     ends = times.cumsum(axis=2)
     starts = np.concatenate([np.zeros_like(ends[..., :1]), ends[..., :-1]], axis=2)
     expected = expected_times_s(starts, ends, sigmas)
-    found = search_recorded(starts, ends, 0.2, 0.3, least, expected_s=expected, layers=layers)
+    forward = np.random.default_rng(5).uniform(0.1, 0.6, times.shape) if measured else np.full(times.shape, 1 / 3)
+    middles = starts + times * forward if measured else None
+    found = search_recorded(starts, ends, 0.2, 0.3, least, expected, layers, middles)
     curve, gains = found.curve, []
     for place, tau in enumerate(curve.thresholds_s):
         ratios, total = [], 0.0
         for step in range(4):
-            rows = zip(times[:, step].tolist(), expected.tolist(), strict=True)
-            done = [_by_pieces(row, tau - 1e-12 * (tau < math.inf), least, layers, most) for row, most in rows]
+            rows = zip(times[:, step].tolist(), forward[:, step].tolist(), expected.tolist(), strict=True)
+            done = [_by_pieces(*row, tau - 1e-12 * (tau < math.inf), least, layers, most) for *row, most in rows]
             completed, last = sum(one for one, _ in done), max(at for _, at in done)
             assert curve.completed[step, place] == pytest.approx(layers * completed, abs=1e-9)
             assert curve.times_s[step, place] == pytest.approx(last, rel=1e-12)
@@ -320,6 +328,14 @@ def test_steady_latencies_make_the_predictive_rule_the_other_one_earlier() -> No
     shifted = search_recorded(starts, ends, 0.2, 0.1, expected_s=np.full(len(ends), 0.5))
     assert shifted.tau_s == pytest.approx(plain.tau_s + 0.5, rel=1e-12)
     assert shifted.speedup == pytest.approx(plain.speedup, rel=1e-12)
+
+
+@pytest.mark.parametrize("late_s", [-1e-9, 0.6])
+def test_a_forward_pass_outside_its_micro_batch_is_refused(late_s: float) -> None:
+    """It begins and ends within it."""
+    ends = np.arange(0.5, 2.5, 0.5)[None, None]
+    with pytest.raises(ValueError, match="forward_ends_s"):
+        search_recorded(ends - 0.5, ends, 0.2, layers=2, forward_ends_s=ends - 0.5 + late_s)
 
 
 @pytest.mark.parametrize("expected", [[0.1], [0.1] * 8 + [-1.0], [0.1] * 8 + [math.nan]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,19 @@ def test_auto_is_the_search(max_drop_rate: float, least: int) -> None:
     assert math.isinf(tuning.tau_s) == (max_drop_rate == 0.0)
 
 
+def test_auto_takes_forward_passes_as_measured() -> None:
+    """Where passes end the search has the measured ends of forward passes; what is not started is told by itself."""
+    times = recorded()
+    times = replace(times, forward_end_s=times.start_s + 0.7 * (times.end_s - times.start_s))
+    rest_s = times.communication_s
+    wanted = search_recorded(times.start_s, times.end_s, rest_s, 0.3, layers=4, forward_ends_s=times.forward_end_s)
+    third = search_recorded(times.start_s, times.end_s, rest_s, 0.3, layers=4)
+    tuning = tune(times, None, 0.3, 1, layers=4)
+    assert (tuning.tau_s, tuning.speedup, tuning.drop_rate) == (wanted.tau_s, wanted.speedup, wanted.drop_rate)
+    assert wanted.speedup != third.speedup
+    assert tuning.not_started == times.drop_rate(wanted.tau_s, 1) < wanted.drop_rate
+
+
 def test_a_given_threshold_is_kept() -> None:
     """Nothing is searched; its drop rate is measured, whatever the largest one allowed."""
     times = recorded()
@@ -76,17 +90,20 @@ def test_a_given_threshold_is_kept() -> None:
     assert tuning.drop_rate == times.drop_rate(0.8, 1) > 0.01
 
 
-def test_a_window_gives_back_what_it_was_given() -> None:
+@pytest.mark.parametrize("passes_end", [False, True])
+def test_a_window_gives_back_what_it_was_given(passes_end: bool) -> None:
     """Times of each step stand where they belong; the window is full after as many steps as it has."""
     times = recorded()
+    middles = times.end_s - 0.1
     with single_process():
-        window = TimeWindow(STEPS, MICRO_BATCHES, ParallelDims.from_world(1, 1, 1, 0))
+        window = TimeWindow(STEPS, MICRO_BATCHES, ParallelDims.from_world(1, 1, 1, 0), passes_end=passes_end)
         for step in range(STEPS):
             assert not window.is_full
             columns = [values[0, step].tolist() for values in (times.start_s, times.end_s)]
-            busy = [0.1] * MICRO_BATCHES
-            window.add(StepRecord(*columns, busy, float(times.compute_s[0, step]), float(times.step_s[0, step])))
+            busy, done = [0.1] * MICRO_BATCHES, [float(one[0, step]) for one in (times.compute_s, times.step_s)]
+            window.add(StepRecord(*columns, busy, *done, middles[0, step].tolist()))
         assert window.is_full
         found = window.gather(torch.distributed.group.WORLD)
     assert np.array_equal(found.start_s, times.start_s[:1]) and np.array_equal(found.end_s, times.end_s[:1])
     assert np.array_equal(found.compute_s, times.compute_s[:1]) and np.array_equal(found.step_s, times.step_s[:1])
+    assert np.array_equal(found.forward_end_s, middles[:1]) if passes_end else found.forward_end_s is None

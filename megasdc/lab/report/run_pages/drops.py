@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasdc.common.errors import DataError
-from megasdc.config.drop_compute import BACKWARD_PASS
 from megasdc.dropcompute.gate import STEP_TIMES_FOLDER
 from megasdc.lab.report.run_threshold import RunThreshold, search_run
 from megasdc.lab.report.step_times import StepTimesOfRun, load_step_times
@@ -36,8 +35,8 @@ class Drops:
 
     @property
     def latencies_s(self) -> NDArray[np.float64]:
-        """Forward and backward pass of each completed micro-batch on the slowest stage, any order."""
-        found = np.nan_to_num(self.times.busy_s, nan=-1.0).max(axis=1)
+        """Forward and backward pass of each whole micro-batch on the slowest stage, any order."""
+        found = np.nan_to_num(self.times.busy_of_whole_s, nan=-1.0).max(axis=1)
         return found[found >= 0]
 
     @property
@@ -75,9 +74,8 @@ def load_drops(run: RunRecord) -> Drops | str | None:
     rate = run.setting("megasdc.drop_compute.max_drop_rate")
     least = run.setting("megasdc.drop_compute.min_micro_batches")
     num_layers = int(run.setting("megasdc.model.num_layers") or 1)
-    ends = run.setting("megasdc.drop_compute.granularity") == BACKWARD_PASS
     try:
-        search = search_run(times, 0.1 if rate is None else rate, least or 1, None, layers=num_layers if ends else 0)
+        search = search_run(times, 0.1 if rate is None else rate, least or 1, None)
         notes: tuple[str, ...] = tuple(dict.fromkeys((*times.notes, *search.times.notes)))
     except DataError as error:
         search, notes = None, (*times.notes, str(error))

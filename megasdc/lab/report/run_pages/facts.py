@@ -14,6 +14,7 @@ from megasdc.checkpoint.manifest import read_manifest
 from megasdc.common.errors import MegasdcError
 from megasdc.common.words import few
 from megasdc.config.deepspeed import precision_of
+from megasdc.config.drop_compute import BACKWARD_PASS
 from megasdc.config.faults import DelaySpec, FaultSpec, ProcessFaultSpec
 from megasdc.config.hooks import HookSpec
 from megasdc.ops.run_folder.record import RunRecord
@@ -73,7 +74,9 @@ def _features(run: RunRecord) -> dict[str, str]:
         found["gradient bounds"] = ", ".join(_hook(one) for one in hooks)
     if run.setting("megasdc.drop_compute.enabled"):
         tau = run.setting("megasdc.drop_compute.threshold")
-        found["DropCompute"] = f"threshold {format_value(tau)}"
+        granularity = run.setting("megasdc.drop_compute.granularity")
+        ends = f", granularity {granularity}" if granularity == BACKWARD_PASS else ""
+        found["DropCompute"] = f"threshold {format_value(tau)}{ends}"
     if faults := run.setting("megasdc.faults"):
         found["faults, on purpose"] = ", ".join(_fault(one) for one in faults)
     if faults := run.setting("megasdc.process_faults"):

@@ -48,7 +48,12 @@ def step_line(
 
 
 def write_run(
-    run: Path, latencies: np.ndarray, communication_s: float, gc_s: np.ndarray | None = None, first_step: int = 1
+    run: Path,
+    latencies: np.ndarray,
+    communication_s: float,
+    gc_s: np.ndarray | None = None,
+    first_step: int = 1,
+    of_layers: int = 0,
 ) -> Path:
     """Write a run in which nothing was left out, or go on with it.
 
@@ -58,13 +63,15 @@ def write_run(
         communication_s: that each step takes beyond its slowest replica.
         gc_s: of a replica's first stage in a step, within the latencies, [replica, step]; null: none.
         first_step: number of the first one.
+        of_layers: of the model, where backward passes may end; forward passes then last half of a micro-batch.
     """
     replicas, steps, micro_batches, stages = latencies.shape
     times = [micro_batch_times(latencies[:, step], 1 / 3, finish=False) for step in range(steps)]
     for replica in range(replicas):
         for stage in range(stages):
             path = file_of(run, stage * replicas + replica)
-            append(path, layout_line(replica, stage, replicas, stages, micro_batches))
+            more = {"of_layers": of_layers} if of_layers else {}
+            append(path, layout_line(replica, stage, replicas, stages, micro_batches) | more)
             for step, (starts, ends) in enumerate(times):
                 collected = float(gc_s[replica, step]) if gc_s is not None and stage == 0 else 0.0
                 line = step_line(
@@ -75,5 +82,6 @@ def write_run(
                     step_s=float(ends[:, -1].max()) + communication_s,
                     gc_s=collected,
                 )
-                append(path, line)
+                middles = (starts[replica] + ends[replica]) / 2
+                append(path, line | ({"forward_end_s": middles.tolist()} if of_layers else {}))
     return run

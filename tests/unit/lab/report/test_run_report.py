@@ -22,6 +22,7 @@ from megasdc.common.errors import DataError
 from megasdc.events import EventLog
 from megasdc.lab.report.run_pages.command import write_report
 from megasdc.lab.report.run_pages.drops import Drops, load_drops
+from megasdc.lab.report.run_pages.facts import highlights
 from megasdc.lab.report.run_pages.figures.drops import drop_figures
 from megasdc.lab.report.run_pages.figures.run import completed_micro_batches, run_figures
 from megasdc.lab.report.run_pages.run_page import run_page
@@ -152,11 +153,15 @@ def test_an_ended_backward_pass_counts_by_its_layers(tmp_path: Path) -> None:
     assert cut.completed.sum() == 450 - 0.25 and cut.completed[1, 25] == 4.75
     assert cut.gain == pytest.approx(drops.gain * (150 - 0.25) / 150)
     latencies, completed, times, *_ = drop_figures(cut)
-    assert "450 started micro-batches, 1 of whose backward passes were ended" in latencies.caption
+    assert "449 completed micro-batches (without 1 whose backward passes were ended)" in latencies.caption
+    assert sum(latencies.columns["micro_batches"]) == 449
     assert "are finished" not in times.caption and "A backward pass ends between two layers, so" in times.caption
     assert completed.columns["completed"] == [0, 1, 2, 3, 4, 4.75, 5]
     assert completed.columns["with a threshold"] == pytest.approx([0, 0, 0, 0, 0, 1 / 30, 29 / 30])
-    assert "0.25 of 450 micro-batches were dropped" in completed.caption
+    told = {"drop_compute": {"enabled": True, "threshold": 2.0, "granularity": "backward"}}
+    run = replace(load_run(write_run(tmp_path / "run", losses(4))), config={"megasdc": told})
+    assert highlights(run)["DropCompute"] == "threshold 2, granularity backward"
+    assert "In all 0 of 450 micro-batches were dropped. 1 backward passes were ended: 0.25" in completed.caption
     folder = write_run(tmp_path / "told", losses(4))
     log = EventLog(folder, 0)
     log.emit("start", "run", layout={"data": 2})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_run import append, file_of, step_line, write_run
+from recorded_run import append, file_of, layout_line, step_line, write_run
 from typer.testing import CliRunner
 
 from megasdc.cli import app, main
@@ -72,6 +72,77 @@ def test_steps_with_drops_are_not_searched(tmp_path: Path, monkeypatch, capsys) 
         main()
     said = capsys.readouterr().err
     assert caught.value.code == 71 and "in all 1 recorded steps from 9 to 9" in said and 'threshold "inf"' in said
+
+
+def test_a_run_whose_backward_passes_may_end(tmp_path: Path) -> None:
+    """The search ends them as the run does, on steps in which none was; where some steps lack the ends of forward
+    passes it takes them as whole, with a note.
+    """
+    work = latencies(replicas=4)
+    times = [micro_batch_times(work[:, step], 1 / 3, finish=False) for step in range(8)]
+    starts, ends = (np.stack(part, axis=1) for part in zip(*times, strict=True))
+    write_run(tmp_path, work, 0.25, of_layers=3)
+    found = run("threshold", tmp_path, "--max-drop-rate", 0.3)
+    rest_s, middles = found["communication_s"], (starts + ends) / 2
+    wanted = search_recorded(starts, ends, rest_s, 0.3, layers=3, forward_ends_s=middles)
+    best = found["best"]
+    assert (best["tau_s"], best["speedup"], best["drop_rate"]) == (wanted.tau_s, wanted.speedup, wanted.drop_rate)
+    assert (found["layers"], found["ended_passes"], found["notes"]) == (3, 0, [])
+    _end_passes(tmp_path, 9, [1, 3])
+    cut = run("threshold", tmp_path, "--max-drop-rate", 0.3)
+    assert (cut["best"], cut["ended_passes"], cut["steps"]["last"]) == (best, 2, 8)
+    assert "1 steps in which micro-batches were dropped or backward passes ended (2) are not used" in cut["notes"][0]
+    write_run(tmp_path / "later", work[:, :4], 0.25)
+    write_run(tmp_path / "later", work[:, 4:], 0.25, first_step=5, of_layers=3)
+    later = run("threshold", tmp_path / "later", "--max-drop-rate", 0.3)
+    whole = search_recorded(starts, ends, later["communication_s"], 0.3)
+    assert (later["layers"], later["best"]["speedup"]) == (0, whole.speedup) and "taken as whole" in later["notes"][0]
+    ended_only = run("threshold", tmp_path / "later", "--max-drop-rate", 0.3, "--first-step", 5)
+    assert (ended_only["layers"], ended_only["notes"]) == (3, [])
+
+
+def _end_passes(run_dir: Path, step: int, replicas: list[int]) -> None:
+    """Go on with a step of 4 replicas with 5 micro-batches of 1 s, in which some end the last backward pass at once."""
+    for rank in range(4):
+        ends = np.arange(1.0, 6.0) - np.array([0, 0, 0, 0, 0.5]) * (rank in replicas)
+        line = step_line(step, np.arange(5.0), ends, ends - np.arange(5.0)) | {
+            "forward_end_s": [0.5, 1.5, 2.5, 3.5, 4.5]
+        }
+        append(file_of(run_dir, rank), line | ({"layers": 0} if rank in replicas else {}))
+
+
+def test_times_of_a_run_whose_backward_passes_ended(tmp_path: Path) -> None:
+    """A micro-batch takes what whole ones took, and eq. 3 is of steps in which nothing was cut; both are counted."""
+    work = latencies(replicas=4)
+    whole = run("times", write_run(tmp_path, work, 0.25, of_layers=3))
+    assert whole["ended_passes"] == 0 and whole["slowest"]["steps"] == 8
+    _end_passes(tmp_path, 9, [1, 3])
+    _end_passes(tmp_path, 10, [1])
+    found = run("times", tmp_path)
+    assert (found["steps_with_drops"], found["ended_passes"]) == (2, 3)
+    assert found["slowest"] == whole["slowest"]
+    cut = {0: 0, 1: 2, 2: 0, 3: 1}
+    for rank, one in enumerate(found["replicas"]):
+        taken = [*work[rank].ravel(), *[1.0] * (10 - cut[rank])]
+        assert one["busy_s"] == pytest.approx([np.mean(taken)])
+        assert one["max_s"] == pytest.approx(max(work[rank].sum(axis=(1, 2)).max(), 5.0 if cut[rank] < 2 else 4.5))
+    shown = CliRunner().invoke(app, ["dropcompute", "times", str(tmp_path)], catch_exceptions=False)
+    told = " ".join(shown.stdout.split())
+    assert "in 2 of 10 steps micro-batches were dropped or backward passes ended (3): these times are shorter" in told
+    assert "of a step without drops, 8 in all" in told
+
+
+def test_times_where_every_backward_pass_ended(tmp_path: Path) -> None:
+    """What is not known is null, and said; the rest is as measured."""
+    for rank in range(2):
+        append(file_of(tmp_path, rank), layout_line(rank, 0, 2, 1, 1) | {"of_layers": 3})
+        for step in (1, 2):
+            ends = np.array([1.0 + rank])
+            append(file_of(tmp_path, rank), step_line(step, ends - ends, ends, ends) | {"layers": 1})
+    found = run("times", tmp_path, "--figure", tmp_path / "page.html")
+    assert found["slowest"] is None and [one["busy_s"] for one in found["replicas"]] == [[None], [None]]
+    assert [one["mean_s"] for one in found["replicas"]] == [1, 2] and found["loss"]["stage_excess_s"] is None
+    assert "of steps without drops, of which none is recorded" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,22 @@ def test_micro_batches_that_were_left_out(tmp_path: Path) -> None:
     assert np.isnan(times.end_s[1, 0, 3]).tolist() == [False, False, True, True]
 
 
+def test_backward_passes_that_were_ended(tmp_path: Path) -> None:
+    """They are told apart by replica and step, and their times are not those of micro-batches."""
+    write_run(tmp_path, latencies(stages=1, steps=2), 0.1, of_layers=6)
+    ends = np.arange(1.0, 4.0)
+    line = step_line(3, ends - 1, ends, ends, planned=4) | {"forward_end_s": (ends - 0.5).tolist()}
+    append(file_of(tmp_path, 0), line)
+    append(file_of(tmp_path, 1), line | {"layers": 6})
+    times = load_step_times(tmp_path)
+    assert times.of_layers == 6 and times.ended.tolist() == [[False] * 3, [False, False, True]]
+    assert times.is_whole.tolist() == [[True, True, False]] * 2
+    assert np.array_equal(times.forward_end_s[1, 0, 2], [0.5, 1.5, 2.5, np.nan], equal_nan=True)
+    assert np.array_equal(times.busy_of_whole_s[:, 0, 2, :3], [[1, 2, 3], [1, 2, np.nan]], equal_nan=True)
+    assert np.array_equal(times.busy_of_whole_s[:, :, :2], times.busy_s[:, :, :2])
+    assert np.isnan(load_step_times(write_run(tmp_path / "whole", latencies(), 0.1)).forward_end_s).all()
+
+
 def test_a_run_that_went_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Later lines take the place of those of the same and later steps; the layout line between them changes nothing."""
     first, second = latencies(steps=5, seed=1), latencies(steps=2, seed=2)
@@ -103,8 +119,13 @@ GOOD = step_line(1, np.array([0.0, 1.0]), np.array([1.0, 2.0]), np.array([1.0, 1
         (GOOD | {"planned": 1}, "2 micro-batches were completed, of 1 planned"),
         (GOOD | {"start_s": [1.0, 0.5]}, r"start_s is \[1.0, 0.5\], needed rising"),
         (GOOD | {"start_s": [0.0, 3.0]}, "ended before it started"),
+        (GOOD | {"forward_end_s": [0.5]}, r"forward_end_s is \[0.5\], needed a time within each micro-batch"),
+        (GOOD | {"forward_end_s": [0.5, 2.5]}, r"forward_end_s is \[0.5, 2.5\]"),
+        (GOOD | {"forward_end_s": [0.5, None]}, r"forward_end_s is \[0.5, None\]"),
+        (GOOD | {"layers": -1}, "layers is -1, needed a whole number of transformer layers"),
         ({key: value for key, value in GOOD.items() if key != "gc_s"}, "gc_s holds None"),
         ({"kind": "layout", "rank": -1}, "rank is -1"),
+        (layout_line(0, 0, 1, 1, 2) | {"of_layers": "4"}, "of_layers is '4', needed a whole number"),
         (layout_line(0, 0, 1, 1, 2) | {"dp_rank": 1}, "replica 1 of 1"),
     ],
 )

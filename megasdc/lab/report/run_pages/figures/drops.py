@@ -27,18 +27,16 @@ FINISHED = "Micro-batches that were started are finished"
 
 def drop_figures(drops: Drops) -> list[Figure]:
     """Latencies, completed micro-batches, step times against the threshold, and results of other thresholds."""
-    found = [_latencies(drops), _completed(drops), _times(drops)]
+    found = [_latencies(drops)] if len(drops.latencies_s) else []
+    found += [_completed(drops), _times(drops)]
     return found if drops.search is None else [*found, _speedup(drops)]
 
 
 def _latencies(drops: Drops) -> Figure:
-    values = drops.latencies_s
-    ended = int(drops.times.ended.sum())
-    what = (
-        f"started micro-batches, {ended:,} of whose backward passes were ended" if ended else "completed micro-batches"
-    )
+    values, ended = drops.latencies_s, int(drops.times.ended.sum())
+    left_out = f" (without {ended:,} whose backward passes were ended)" if ended else ""
     caption = (
-        f"Forward and backward pass of {len(values):,} {what}, on the slowest stage: mean "
+        f"Forward and backward pass of {len(values):,} completed micro-batches{left_out}, on the slowest stage: mean "
         f"{values.mean():.4g} s, standard deviation {values.std():.3g} s, 99th percentile "
         f"{np.percentile(values, 99):.4g} s, largest {values.max():.4g} s."
     )
@@ -76,12 +74,17 @@ def _completed(drops: Drops) -> Figure:
         bars(name, numbers, own, colour, "%{x:.4g}: %{y:.2%}")
         for (name, own), colour in zip(shares.items(), COLOURS, strict=False)
     ]
-    left = (drops.times.planned[None] - done).sum()
-    parts = " Of a backward pass that was ended the layers not done count." if drops.times.ended.any() else ""
+    left = int((drops.times.planned[None] - drops.times.completed).sum())
     caption = (
-        f"Of the {most} planned for a replica in a step: share of replicas and steps. In all {left:,.6g} of "
-        f"{int(drops.times.planned.sum()) * len(done):,} micro-batches were dropped.{parts}"
+        f"Of the {most} planned for a replica in a step: share of replicas and steps. In all {left:,} of "
+        f"{int(drops.times.planned.sum()) * len(done):,} micro-batches were dropped."
     )
+    if ended := int(drops.times.ended.sum()):
+        lost = (drops.times.planned[None] - done).sum()
+        caption += (
+            f" {ended:,} backward passes were ended: {lost:,.6g} micro-batches are lost, of such a pass the layers not "
+            "done."
+        )
     drawn = layout(
         HEIGHT,
         "micro-batches completed",
