@@ -183,7 +183,7 @@ _REMEDIES = {
     INITIAL: "train from it with megasdc.model.initial_weights={path}, or give it to eval, generate or export-hf",
     DATA: "name it in megasdc.data.path",
     MODEL: "import it with megasdc import-hf {path} OUT",
-    RUN: "its checkpoints are in {path}/checkpoints",
+    RUN: "its checkpoints are in {path}",
     ZERO: _READABLE,
     ZEROS: "give one of the folders in it, such as that which {path}/latest names, to megasdc inspect-checkpoint, "
     "manifest or compare",
@@ -192,7 +192,7 @@ _REMEDIES = {
 _REMEDIES_FOR_UNIVERSAL = {
     CHECKPOINT: "convert it with megasdc convert-checkpoint {path} --to universal",
     CHECKPOINTS: "convert the newest in it with megasdc convert-checkpoint {path} --to universal",
-    RUN: "convert the newest of its checkpoints with megasdc convert-checkpoint {path}/checkpoints --to universal",
+    RUN: "convert the newest of its checkpoints with megasdc convert-checkpoint {path} --to universal",
 }
 """Remedies by kind of folder where a universal checkpoint is needed."""
 _SIGNS: dict[str, Callable[[Path], Any]] = {
@@ -223,17 +223,26 @@ def explain_folder(path: Path | str, needed: str) -> str | None:
         return None
     remedy = _REMEDIES[kind]
     if needed == UNIVERSAL:
-        inside = list_universal(path) or list_universal(Path(path) / "checkpoints")
+        inside = [one for folder in (Path(path), *_in_run(Path(path))) for one in list_universal(folder)]
         remedy = f"give {inside[-1]}, which lies in it" if inside else _REMEDIES_FOR_UNIVERSAL.get(kind, remedy)
     elif needed == ONE_CHECKPOINT and (inside := _list_checkpoints(Path(path))):
         remedy = f"name one of its checkpoints, such as {inside[-1]}"
-    home = next((one.parent for one in _in_run(Path(path)) if kind == RUN and one.is_dir()), path)
+    places = _in_run(Path(path))
+    home = next((one for one in places if one.is_dir()), places[0]) if kind == RUN else path
     return f"{path} is {kind}; needed is {needed}: {remedy.format(path=home)}"
 
 
 def _in_run(path: Path) -> list[Path]:
     """Folders of checkpoints that a run folder may have, its own or those of replicas that train apart."""
-    return [path / "checkpoints", *sorted(path.glob("replica_*/checkpoints"))]
+    return [_folder_of_run(one) for one in (path, *sorted(path.glob("replica_*")))]
+
+
+def _folder_of_run(path: Path) -> Path:
+    """Folder of a run's checkpoints, as its configuration names it."""
+    found: Any = _read_json(path / CONFIG_FILE)
+    for name in ("megasdc", "checkpoint", "folder"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return Path(found) if isinstance(found, str) else path / "checkpoints"
 
 
 def _list_checkpoints(path: Path) -> list[Path]:

@@ -344,6 +344,11 @@ def supervise_run(
         StorageError: the journal is damaged, or cannot be written.
     """
     config = load_config(config_path, overrides, allow_changed)
+    if (replicas := config.megasdc.local_sgd.replicas) is not None:
+        raise ConfigError(
+            f"megasdc.local_sgd.replicas: got {replicas}, and a supervisor starts one launch alone, which has none to "
+            f"meet; start all with megasdc launch --replicas {replicas}, which starts a lost one again, or set null"
+        )
     durable.set_limit(config.megasdc.logging.wait_for_room_s)
     allocation, section = _allocation(hostfile, launcher_args), config.megasdc.supervise
     num_hosts = _num_hosts(section.num_hosts, allocation, "megasdc.")

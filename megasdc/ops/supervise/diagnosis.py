@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from megasdc.common.errors import (
     CheckpointError,
@@ -252,6 +253,13 @@ def diagnose(evidence: AttemptEvidence) -> Diagnosis:
     return replace(found, kind="corrupt_again", hosts=hosts, text=text)
 
 
+def _cause(lines: Sequence[str]) -> str:
+    """The first of the lines that the front said, with the problems that it lists, in one line."""
+    head = lines[0] if lines else "nothing was said of it"
+    listed = list(takewhile(lambda line: line.startswith("  - "), lines[1:])) if head.endswith(":") else []
+    return " ".join(filter(None, (head, "; ".join(line.removeprefix("  - ") for line in listed))))
+
+
 def _diagnose(evidence: AttemptEvidence) -> Diagnosis:
     """Say what has ended an attempt.
 
@@ -260,7 +268,7 @@ def _diagnose(evidence: AttemptEvidence) -> Diagnosis:
     """
 
     def found(kind: str, hosts: Sequence[str] = (), text: str = "", incident: str | None = None) -> Diagnosis:
-        said = text or (evidence.lines[0] if evidence.lines else "nothing was said of it")
+        said = text or _cause(evidence.lines)
         if evidence.checked.given_up:
             said += "; a stop was asked for before it was known whether one host alone has it"
         named = tuple(dict.fromkeys(hosts)) if KINDS[kind].names_hosts else ()

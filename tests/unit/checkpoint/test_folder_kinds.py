@@ -140,6 +140,15 @@ def test_one_checkpoint_of_several_is_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             open_view(folder)
         assert str(caught.value).endswith(f"one model: name one of its checkpoints, such as {newest}")
+    named = make_checkpoint(tmp_path / "elsewhere" / "replica_1")
+    (tmp_path / "named" / "replica_1").mkdir(parents=True)
+    section = {"megasdc": {"checkpoint": {"folder": str(named.parent)}}}
+    (tmp_path / "named" / "replica_1" / "resolved.json").write_text(json.dumps(section))
+    for folder in (tmp_path / "named", tmp_path / "named" / "replica_1"):
+        with pytest.raises(CheckpointError, match=f"name one of its checkpoints, such as {named}$"):
+            open_view(folder)
+        told = kinds.explain_folder(folder, "a checkpoint")
+        assert told is not None and told.endswith(f"its checkpoints are in {named.parent}")
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], set[str]]] = {

@@ -144,6 +144,14 @@ def test_an_error_of_one_host_that_no_check_finds_now_was_its_own_where_a_check_
         assert diagnose(replace(mended, **known)).kind != "mended"  # type: ignore[arg-type]
 
 
+def test_a_list_of_problems_is_told_with_them() -> None:
+    """As the front has said them, in one line; other lines that follow the first are left out."""
+    lines = tuple(str(ConfigError(["a: got 1; set 2", "b: missing"], "run.json")).splitlines())
+    found = diagnose(replace(ENDED, exit_code=70, lines=(*lines, "last")))
+    assert found.text == "2 problems in run.json: a: got 1; set 2; b: missing"
+    assert diagnose(replace(ENDED, lines=("it ended:", "so"))).text == "it ended:"
+
+
 def test_what_all_hosts_have_is_the_inputs_though_one_lacks_something_else() -> None:
     """The error that has ended it is looked at first."""
     wrong = tuple(UnfitHost(host, 70, "the configuration is wrong") for host in ("a", "b"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.errors import ConfigError
-from megasdc.ops.supervise.command import find_sizes
+from megasdc.ops.supervise.command import find_sizes, supervise_run
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OTHER = "megasdc.checkpoint.other_layout=convert"
@@ -106,3 +106,12 @@ def test_what_cannot_be_done_is_refused(
     config = config_of(tmp_path, batch, supervise={"min_hosts": least}, **sections)
     with pytest.raises(ConfigError, match=said):
         find_sizes(config, [], slots, 2, least)
+
+
+def test_a_replica_of_local_sgd_is_not_supervised_alone(tmp_path: Path) -> None:
+    """Before a journal is begun, with the command that starts all."""
+    batch = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
+    config = config_of(tmp_path, batch, local_sgd={"replicas": 2, "every": 5}, checkpoint={"interval": 5})
+    with pytest.raises(ConfigError, match="start all with megasdc launch --replicas 2"):
+        supervise_run(config)
+    assert [one.name for one in tmp_path.iterdir()] == ["config.json"]
