@@ -19,6 +19,7 @@ from megasdc.common.words import number_of
 if TYPE_CHECKING:
     from megasdc.config.checks import BatchLayout
     from megasdc.config.load import RunConfig
+    from megasdc.config.local_sgd import PlannedRounds
     from megasdc.train.memory import StepMemory
 
 
@@ -81,6 +82,7 @@ class CheckedFile:
         memory: predicted for a rank of each stage; empty: not predicted.
         warnings: of settings that are probably unintended.
         notes: what was not checked, or is missing for a start.
+        rounds: of replicas of Local-SGD; None: the file asks for none.
     """
 
     file: Path
@@ -89,6 +91,7 @@ class CheckedFile:
     memory: list[StepMemory]
     warnings: list[str]
     notes: list[str]
+    rounds: PlannedRounds | None
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, without the configuration."""
@@ -99,6 +102,7 @@ class CheckedFile:
             "notes": self.notes,
             "layout": asdict(self.layout) if self.layout is not None else None,
             "memory": [{**asdict(stage), "total": stage.total} for stage in self.memory] or None,
+            "local_sgd": asdict(self.rounds) if self.rounds is not None else None,
         }
 
     def print(self, show: bool = False, device_memory_gib: float | None = None) -> None:
@@ -107,8 +111,10 @@ class CheckedFile:
 
         _print_verdict(self.file, self.warnings, self.notes, show)
         if self.layout is not None:
-            echo(_describe(self.layout), err=show)
+            echo(_describe(self.layout, self.rounds), err=show)
             echo(_describe_memory(self.memory, device_memory_gib, unpredicted_because(self.config)), err=show)
+        if self.rounds is not None:
+            echo(self.rounds.render(), err=show)
 
 
 def check_config_file(
@@ -124,6 +130,7 @@ def check_config_file(
         ConfigError: with every problem.
     """
     from megasdc.config.checks import find_warnings
+    from megasdc.config.local_sgd import PlannedRounds
     from megasdc.train.memory import (
         host_memory_bytes,
         memory_of_stages,
@@ -133,16 +140,21 @@ def check_config_file(
     )
 
     config, layout = _load(file, overrides, world_size)
+    entries = vocab_size or _vocabulary(config)
     data, micro_batch = (layout.data, layout.micro_batch_size) if layout else (None, 1)
     too_large = memory_warning(config, memory_of_stages(config, 1, data, micro_batch), host_memory_bytes())
+    parameters = sum(one.parameters for one in memory_of_stages(config, entries, data, micro_batch))
     memory: list[StepMemory] = []
     if layout is not None and unpredicted_because(config) is None:
-        entries = vocab_size or _vocabulary(config)
         memory = predict_step_memory(config, layout, entries, on_gpu=device_memory_gib is not None)
     too_large_step = _step_warning(memory, device_memory_gib) if memory and device_memory_gib is not None else None
     warnings = [*find_warnings(config), *filter(None, (too_large, too_large_step))]
     notes = [*_protection(config, layout), *_notes(file, overrides, config, layout)]
-    return CheckedFile(file, config, layout, memory, warnings, notes)
+    sections = config.megasdc
+    batch = config.deepspeed.get("train_batch_size") if layout is None else layout.train_batch_size
+    steps, length = sections.training.steps, sections.data.sequence_length
+    rounds = PlannedRounds.of(sections.local_sgd, steps, batch, length, parameters)
+    return CheckedFile(file, config, layout, memory, warnings, notes, rounds)
 
 
 def _vocabulary(config: RunConfig) -> int:
@@ -272,7 +284,8 @@ def _step_warning(memory: list[StepMemory], device_gib: float) -> str | None:
     )
 
 
-def _describe(layout: BatchLayout) -> str:
+def _describe(layout: BatchLayout, rounds: PlannedRounds | None) -> str:
+    apart = "" if rounds is None else f"each of {rounds.replicas} replicas: "
     study = f"{layout.replicas} replicas of a study, each: " if layout.replicas > 1 else ""
     samples = number_of(layout.train_batch_size, "sample")
     batch = f"micro-batch {layout.micro_batch_size} x accumulation {layout.accumulation_steps} x data {layout.data}"
@@ -283,8 +296,8 @@ def _describe(layout: BatchLayout) -> str:
             f"{layout.data} replicas, {most - 1} or {most} each"
         )
     return (
-        f"{study}{number_of(layout.world_size, 'rank')} = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
-        f"{layout.data}; {samples} a step = {batch}"
+        f"{apart}{study}{number_of(layout.world_size, 'rank')} = tensor {layout.tensor} x pipeline {layout.pipeline} x "
+        f"data {layout.data}; {samples} a step = {batch}"
     )
 
 

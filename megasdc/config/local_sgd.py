@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megasdc.common.words import number_of
 from megasdc.config.fields import (
     REFUSED,
     NonNegativeInt,
@@ -74,3 +76,88 @@ class LocalSgdSection(Section):
         "null: decide anew.",
         min_length=1,
     )
+
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PlannedRounds:
+    """What replicas of Local-SGD do in a round, as far as their configuration says it.
+
+    Args:
+        replicas: number of replicas.
+        every: local steps of a round.
+        rounds: of the whole run.
+        outer: see ``LocalSgdSection``, as ``outer_lr``, ``outer_momentum``, ``deadline_s`` and ``threshold``.
+        outer_lr: None: the outer rule has none, as of ``outer_momentum``.
+        samples: of all replicas in a round; None: the batch size is not known, as of ``tokens``.
+        fetched_bytes: of the others' weights that all replicas fetch in a round, where all take part.
+    """
+
+    replicas: int
+    every: int
+    rounds: int
+    outer: str
+    outer_lr: float | None
+    outer_momentum: float | None
+    deadline_s: float | None
+    threshold: float | str
+    samples: int | None
+    tokens: int | None
+    fetched_bytes: int
+
+    @staticmethod
+    def of(
+        section: LocalSgdSection, steps: int, batch: int | None, sequence_length: int, parameters: int
+    ) -> PlannedRounds | None:
+        """Derive it; None: the file asks for no replicas.
+
+        Args:
+            steps: of the whole run.
+            batch: samples of a step of one replica; None: not known.
+            sequence_length: tokens of a sample.
+            parameters: of the model, whose master weights are exchanged in fp32.
+        """
+        if section.replicas is None:
+            return None
+        steps_further = section.outer == NESTEROV
+        samples = None if batch is None else section.replicas * section.every * batch
+        return PlannedRounds(
+            replicas=section.replicas,
+            every=section.every,
+            rounds=steps // section.every,
+            outer=section.outer,
+            outer_lr=section.outer_lr if steps_further else None,
+            outer_momentum=section.outer_momentum if steps_further else None,
+            deadline_s=section.deadline_s,
+            threshold=section.threshold,
+            samples=samples,
+            tokens=None if samples is None else samples * sequence_length,
+            fetched_bytes=section.replicas * (section.replicas - 1) * parameters * FP32_BYTES,
+        )
+
+    def render(self) -> str:
+        """As text, a line each."""
+        rule = self.outer
+        rule += "" if self.outer_lr is None else f", outer_lr {self.outer_lr:g}, outer_momentum {self.outer_momentum:g}"
+        lines = [
+            f"Local-SGD: {number_of(self.replicas, 'replica')}, each a launch of its own, agree on their weights every "
+            f"{number_of(self.every, 'step')} ({rule}), {number_of(self.rounds, 'round')} in all"
+        ]
+        used = ""
+        if self.samples is not None:
+            a_step = self.samples // self.every
+            used = f"{self.samples:,} samples ({a_step:,} a step), {self.tokens:,} tokens of all replicas; "
+        lines.append(
+            f"a round: {used}each fetches {self.fetched_bytes / self.replicas / 1e6:,.1f} MB of weights from the "
+            f"others, {self.fetched_bytes / 1e6:,.1f} MB in all"
+        )
+        waits = "the median time of the last rounds, at least 10 s," if self.deadline_s is None else ""
+        waits = waits or f"{self.deadline_s:g} s"
+        lines.append(f"a late replica is waited for {waits} after the first; then the others go on without it")
+        if self.threshold == AUTO:
+            lines.append("a replica starts no micro-batch after a time of a round that is chosen from measured ones")
+        elif self.threshold != INFINITE:
+            lines.append(f"a replica starts no micro-batch after {self.threshold:g} s of a round")
+        return "\n".join(lines)

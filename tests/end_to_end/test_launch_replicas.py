@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from whole_runs import events_of, prepare_text, write_config
 
+from megasdc.cli.config import check_config_file
 from megasdc.metrics.writer import read_metrics
 from megasdc.ops.cluster import Cluster, unavailable_reason
 from megasdc.ops.launch.launch_verdict import read_met
@@ -128,6 +129,9 @@ def test_the_same_command_goes_on_after_a_stop_and_without_its_leader(tmp_path: 
         for name in ("whole", "stopped")
     )
     assert whole == stopped and sorted(whole) == list(range(EVERY, 49, EVERY))
+    told = [events_of(run_dir / f"replica_{one}", "local_sgd", "round")[-1]["fetched_bytes"] for one in (0, 1)]
+    rounds = check_config_file(config, ["megasdc.local_sgd.replicas=2"], 1).rounds
+    assert rounds is not None and (rounds.rounds, rounds.fetched_bytes) == (48 // EVERY, sum(told))
     _is_refused_and_leaves_nothing(config, data, run_dir)
 
 

@@ -157,6 +157,30 @@ def test_check_config_predicts_the_memory_of_a_step():
     )
 
 
+def test_check_config_says_what_replicas_agree_on():
+    """How many, how often, by which rule, on how many samples and bytes; nothing where the file asks for none."""
+    given = {"replicas": 4, "every": 10, "outer": "nesterov", "deadline_s": 7.0, "threshold": 2.5}
+    sets = [word for name, value in given.items() for word in ("--set", f"megasdc.local_sgd.{name}={value}")]
+    steps = ("--set", "megasdc.training.steps=100", "--set", "megasdc.checkpoint.interval=10")
+    steps = (*steps, "--set", "megasdc.training.eval_interval=0", "--world-size", 2, "--vocab-size", 4096)
+    found = json.loads(run("check-config", SMOKE, "--json", *sets, *steps).stdout)
+    rounds, batch = found["local_sgd"], found["layout"]["train_batch_size"]
+    assert given.items() <= rounds.items() and rounds["rounds"] == 10 and rounds["outer_momentum"] == 0.9
+    length = found["resolved"]["megasdc"]["data"]["sequence_length"]
+    assert (rounds["samples"], rounds["tokens"]) == (4 * 10 * batch, 4 * 10 * batch * length)
+    two = json.loads(
+        run("check-config", SMOKE, "--json", *sets, *sets[:1], "megasdc.local_sgd.replicas=2", *steps).stdout
+    )
+    assert rounds["fetched_bytes"] == 6 * two["local_sgd"]["fetched_bytes"] > 0
+    text = run("check-config", SMOKE, *sets, *steps).stdout
+    assert f"each of 4 replicas: 2 ranks = tensor 1 x pipeline 1 x data 2; {batch} samples a step" in text
+    assert "every 10 steps (nesterov, outer_lr 0.7, outer_momentum 0.9), 10 rounds in all" in text
+    assert f"{40 * batch:,} samples ({4 * batch:,} a step), {rounds['tokens']:,} tokens of all replicas" in text
+    assert f"{rounds['fetched_bytes'] / 1e6:,.1f} MB in all" in text
+    assert "waited for 7 s" in text and "no micro-batch after 2.5 s of a round" in text
+    assert json.loads(run("check-config", SMOKE, "--json").stdout)["local_sgd"] is None
+
+
 def test_check_config_prints_a_file_that_loads_to_the_same(tmp_path):
     """With --show its output is the resolved file and nothing else."""
     result = run("check-config", SMOKE, *SHORTER, "--world-size", 2, "--show")
