@@ -9,9 +9,12 @@ import pytest
 
 from megasdc.common.errors import DataError
 from megasdc.config.load import load_config
+from megasdc.dropcompute.gate import StepDecisions
 from megasdc.events import EventLog
-from megasdc.lab.triage.history import RunStart, read_history
+from megasdc.lab.triage.history import RunHistory, RunStart, read_history
+from megasdc.lab.triage.positions import RunPast
 from megasdc.lab.triage.step_settings import settings_of_starts
+from megasdc.lab.triage.triage import _plan as plan_replay
 
 SMOKE = Path(__file__).parents[4] / "configs" / "smoke.json"
 
@@ -108,3 +111,19 @@ def test_steps_whose_micro_batches_are_not_divided_evenly_are_refused() -> None:
     config = load_config(SMOKE, [*batch, "gradient_accumulation_steps=6"])
     with pytest.raises(DataError, match=r"on 3 replicas took different numbers .*train_batch_size 16"):
         settings_of_starts(config, [RunStart(0, 3)])
+
+
+def test_a_replay_is_not_given_the_decisions_of_later_starts(tmp_path: Path) -> None:
+    """Backward passes that ended after the granularity was changed are not in the log of a step before."""
+    batch = ["train_batch_size=8", "train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"]
+    drop = ["enabled=true", 'granularity="backward"', 'gradients="computed"']
+    config = load_config(SMOKE, [*batch, *(f"megasdc.drop_compute.{one}" for one in drop)])
+    changed = {"megasdc.drop_compute.granularity": "micro_batch"}
+    history = RunHistory([RunStart(0, 2), RunStart(4, 2, changed=changed)])
+    settings = settings_of_starts(config, history.starts)
+    before, after = StepDecisions(4, (4, 3)), StepDecisions(4, (4, 4), (None, 1), 4)
+    decisions = {step: before if step <= 4 else after for step in range(1, 9)}
+    past = RunPast("run", history, settings, decisions, tmp_path / "checkpoints", rows=[{"step": 4, "train/loss": 1.0}])
+    plan = plan_replay(tmp_path, config, past, 3)
+    assert plan.decisions is not None and plan.config.megasdc.drop_compute.granularity == "micro_batch"
+    assert [plan.decisions[step] for step in range(1, 6)] == [before] * 4 + [StepDecisions(4, (4, 4))]
