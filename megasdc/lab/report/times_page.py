@@ -37,7 +37,7 @@ def times_page(result: TimesReport) -> Page:
         notes.insert(
             0,
             f"in {result.steps_with_drops} of {len(result.times.steps)} steps micro-batches were dropped"
-            f"{result.times.ended_too}: these times are shorter, and not compared with eq. 3",
+            f"{result.times.ended_too}: these times are shorter; eq. 3 is of the others, the faster ones",
         )
     return Page(
         title="Step times",
