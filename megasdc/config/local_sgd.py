@@ -24,6 +24,8 @@ AVERAGE, NESTEROV = "average", "nesterov"
 AUTO, INFINITE = "auto", "inf"
 LOCAL_SGD, AGREED_WEIGHTS = "LocalSgd", "agreed"
 """Name of the hook's state in checkpoints, and of its part that each rank saves for itself."""
+ROUNDS_FILE = "rounds.jsonl"
+"""File in the folder of a launch of replicas with a line for each round."""
 
 
 class LocalSgdSection(Section):

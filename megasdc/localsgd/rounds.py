@@ -26,8 +26,6 @@ from megasdc.common.errors import ConfigError
 from megasdc.localsgd.round_clock import Done, RoundWindow, Times
 from megasdc.sdc.incident import RoundLook
 
-ROUNDS_FILE = "rounds.jsonl"
-"""File in the folder of a launch of replicas with a line for each round."""
 FIRST_DEADLINE_S = 600.0
 """Seconds from the first report of the first round until it goes on without the others."""
 LEAST_DEADLINE_S = 10.0

@@ -28,6 +28,7 @@ from megasdc.common.errors import ConfigError, HangError, LaunchError, StorageEr
 from megasdc.common.host import NAME_VARIABLE
 from megasdc.common.program import SHOWN_CURSOR
 from megasdc.common.wire import own_address_towards, raise_descriptor_limit
+from megasdc.config.local_sgd import ROUNDS_FILE
 from megasdc.ops.health.front.address import front_path
 from megasdc.ops.health.front.server import Coordinator, HangMonitor
 from megasdc.ops.launch import environment, host_failed, own_lines
@@ -207,6 +208,11 @@ def launch_run(
         raise ConfigError(  # with which no supervisor starts again
             f"megasdc.local_sgd.replicas: got {plan.program.replicas}, and this launch has none to meet; start all "
             f"with megasdc launch --replicas {plan.program.replicas}, or set null to train without Local-SGD"
+        )
+    if plan.program.replicas is None and (plan.run_dir / ROUNDS_FILE).exists():
+        raise ConfigError(
+            f"megasdc.logging.run_dir: {plan.run_dir} holds replicas of Local-SGD, which this launch would not go on "
+            "from; name another folder, or give --replicas"
         )
     durable.set_limit(plan.program.wait_for_room_s)
     if not dry_run:

@@ -270,7 +270,8 @@ def plan_launch(request: LaunchRequest, tell: Say) -> LaunchPlan:
     if problems or placement is None or options is None:
         raise LaunchError("\n".join(problems))
     program.check_ranks(len(placement.host_of_rank))
-    _report_left_out(request, placement, tell)
+    if program.replicas is None:  # else the others are those of other replicas
+        _report_left_out(request, placement, tell)
     _report_unused(request, options, tell)
     launch_id = request.launch_id or new_launch_id()
     forwarded = environment.forwarded_environment(os.environ, environment.env_file_names(files))

@@ -28,15 +28,16 @@ from megasdc.checkpoint.files import MANIFEST_FILE, SHARED_STATE_FILE, list_step
 from megasdc.common import run_lock
 from megasdc.common.durable import LineFile, parse_json
 from megasdc.common.errors import CheckpointError, ConfigError, HangError, LaunchError, MegasdcError, StorageError
+from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.wire import own_address_towards
 from megasdc.common.words import number_of
 from megasdc.config.changes import explain_refusal, find_changes, may_change
 from megasdc.config.load import load_config
-from megasdc.config.local_sgd import AUTO
+from megasdc.config.local_sgd import AUTO, ROUNDS_FILE
 from megasdc.config.sections import MegasdcSection
 from megasdc.localsgd.meeting import MeetingServer
 from megasdc.localsgd.round_clock import RoundWindow
-from megasdc.localsgd.rounds import ROUNDS_FILE, Meeting, Round, read_rounds
+from megasdc.localsgd.rounds import Meeting, Round, read_rounds
 from megasdc.ops.launch.environment import stop_grace_s
 from megasdc.ops.launch.front import check_launch, describe_placement
 from megasdc.ops.launch.hosts import place_on_hosts, read_hostfile
@@ -157,7 +158,12 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
         raise ConfigError(
             f"megasdc.local_sgd.replicas: got {section.replicas}, and --replicas {replicas}; give one of them"
         )
-    replayed = {} if section.replay_rounds is None else read_rounds(section.replay_rounds)
+    replayed = {} if section.replay_rounds is None else _rounds_to_replay(section.replay_rounds, replicas)
+    if (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"megasdc.logging.run_dir: {folder} holds a run of its own, which replicas would not go on from; name "
+            "another folder"
+        )
     parts = _divide(request, replicas)
     devices = devices_of_replicas(request, replicas, share=sections.parallel.share_devices)
     requests = [request_of_replica(part, number, replicas, sections) for number, part in enumerate(parts)]
@@ -198,6 +204,22 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
     return ReplicasResult(code, str(folder), made[-1].round if made else 0, incomplete, by_number, stopped_by)
 
 
+def _rounds_to_replay(path: str, replicas: int) -> dict[int, Round]:
+    """Rounds of a run of as many replicas.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of another number: who is not there would be waited for.
+    """
+    rounds = read_rounds(path)
+    seen = {one for made in rounds.values() for one in (*made.members, *made.left_out, *made.absent)}
+    if rounds and seen != set(range(replicas)):
+        raise ConfigError(
+            f"megasdc.local_sgd.replay_rounds: {path} is of {number_of(max(seen) + 1, 'replica')}, and --replicas "
+            f"{replicas}; name the rounds.jsonl of a run of as many."
+        )
+    return rounds
+
+
 def _tell_incomplete(one: Round) -> None:
     """Print which replicas a round was made without, and why."""
     if one.left_out or one.absent:
@@ -223,15 +245,22 @@ def _check(requests: Sequence[LaunchRequest]) -> list[LaunchPlan]:
     if errors:
         lines = dict.fromkeys(line for error in errors for line in str(error).splitlines())
         raise type(errors[0])("\n".join(lines))
-    for request, plan in zip(requests, plans, strict=True):
-        _refuse_changed(request, plan)
+    saved = [_newest_step(request, plan) for request, plan in zip(requests, plans, strict=True)]
+    if any(saved) and requests[0].hostfile is None:  # else they may be on other hosts
+        for number, step in enumerate(saved):
+            if not step:
+                print_front_message(
+                    f"replica {number} has no checkpoint here, and others have one of step {max(saved)}: it takes over "
+                    "their weights, and begins anew with its samples and moments"
+                )
     return plans
 
 
-def _refuse_changed(request: LaunchRequest, plan: LaunchPlan) -> None:
-    """Refuse a configuration with which a replica's newest checkpoint cannot be gone on from, as far as it is here.
+def _newest_step(request: LaunchRequest, plan: LaunchPlan) -> int:
+    """Step of a replica's newest checkpoint, as far as it is here; 0: none.
 
-    One that cannot be read, or that another layout has saved, is left to the ranks, which look at it again.
+    A configuration with which it cannot be gone on from is refused. One that cannot be read, or that another layout has
+    saved, is left to the ranks, which look at it again.
 
     Raises:
         CheckpointError: fields were changed that must not be.
@@ -247,13 +276,14 @@ def _refuse_changed(request: LaunchRequest, plan: LaunchPlan) -> None:
             parallel, ranks = config.megasdc.parallel, len(plan.placement.host_of_rank)
             data = ranks // (parallel.tensor * parallel.pipeline)
             if (layout["tensor"], layout["pipeline"], layout["data"]) != (parallel.tensor, parallel.pipeline, data):
-                return
+                return step
             changes = find_changes(before, config, data, data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of a save that was cut short, or damaged
             continue
         if refused := [one for one in changes if not may_change(one, request.allow_changed, universal=False)]:
             raise CheckpointError(f"{folder} cannot be loaded, nothing was started: {explain_refusal(refused)}")
-        return
+        return step
+    return 0
 
 
 @contextmanager
@@ -267,25 +297,35 @@ def _using(folder: Path) -> Iterator[LineFile]:
         StorageError: it cannot be written to.
     """
     new = [one for one in (folder, *folder.parents) if not one.exists()]
+    lock = rounds = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         holder = run_lock.Holder.this_process(secrets.token_hex(8), None)
         lock = run_lock.acquire_lock(folder, holder, print_front_message)
         rounds = LineFile(folder / ROUNDS_FILE)
-    except OSError as error:
-        remedy = "choose another megasdc.logging.run_dir"
-        raise StorageError(f"{folder} cannot be written to: {error.strerror}; {remedy}") from error
-    try:
         yield rounds
+    except OSError as error:
+        if rounds is not None:
+            raise
+        remedy = "choose another megasdc.logging.run_dir"
+        raise StorageError(f"{error.filename or folder} cannot be written to: {error.strerror}; {remedy}") from error
     finally:
-        rounds.close()
-        if rounds.is_new and not any(folder.glob("replica_*")):
-            rounds.path.unlink(missing_ok=True)
-            (folder / run_lock.LOCK_FILE).unlink(missing_ok=True)
-        lock.release()
+        if rounds is not None:
+            rounds.close()
+        if lock is not None:
+            _release(lock, folder, rounds)
         with suppress(OSError):  # it holds something
             for one in new:
                 one.rmdir()
+
+
+def _release(lock: run_lock.RunLock, folder: Path, rounds: LineFile | None) -> None:
+    """Release the folder of the run, and remove what is empty where no replica has written anything."""
+    if not any(folder.glob("replica_*")):
+        if rounds is not None and rounds.is_new:
+            rounds.path.unlink(missing_ok=True)
+        (folder / run_lock.LOCK_FILE).unlink(missing_ok=True)
+    lock.release()
 
 
 @contextmanager
@@ -319,6 +359,15 @@ def _divide(request: LaunchRequest, replicas: int) -> list[LaunchRequest]:
             "of which needs equally many; use another number of either, or choose hosts with --include"
         )
     size = len(hosts) // replicas
+    of_parts = [[placement.slots[host] for host in hosts[first : first + size]] for first in range(0, len(hosts), size)]
+    ranks = [sum(map(len, part)) for part in of_parts]
+    if len(set(ranks)) > 1:
+        raise LaunchError(
+            f"the replicas would have {', '.join(map(str, ranks))} ranks on their hosts, in the order of the hostfile, "
+            "and exchange shards of one layout; give all as many, with --num-ranks or other hosts"
+        )
+    if unused := [host for host in pool if host not in placement.slots]:
+        print_front_message(f"not used: {', '.join(unused)}")
     places = [f"{host}:{','.join(map(str, placement.slots[host]))}" for host in hosts]
     return [
         replace(request, include="@".join(places[first : first + size]), exclude="", num_gpus=None)

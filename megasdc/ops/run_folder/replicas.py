@@ -14,8 +14,9 @@ from typing import Any
 from megasdc.common.durable import parse_json
 from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.words import number_of, ranges
+from megasdc.config.local_sgd import ROUNDS_FILE
 from megasdc.events import Event, event_of
-from megasdc.localsgd.rounds import ROUNDS_FILE, Round
+from megasdc.localsgd.rounds import Round
 from megasdc.ops.launch.launch_verdict import LATE, WRONG
 from megasdc.ops.run_folder.record import LineReader, read_lines
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megasdc.common.errors import DataError
+from megasdc.config.local_sgd import ROUNDS_FILE
 from megasdc.events import read_events
-from megasdc.localsgd.rounds import ROUNDS_FILE, Round, read_rounds
+from megasdc.localsgd.rounds import Round, read_rounds
 from tools.bench.drops.options import LocalFaultOptions
 from tools.bench.machine import describe_machine
 from tools.bench.rank import Progress, ignore_progress, scratch_folder

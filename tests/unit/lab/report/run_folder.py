@@ -11,8 +11,9 @@ import numpy as np
 
 from megasdc.common.addresses import Address
 from megasdc.config.load import load_config
+from megasdc.config.local_sgd import ROUNDS_FILE
 from megasdc.events import EventLog
-from megasdc.localsgd.rounds import ROUNDS_FILE, Round
+from megasdc.localsgd.rounds import Round
 from megasdc.metrics.writer import MetricsWriter
 from megasdc.ops.health.incident import conclude
 from megasdc.ops.health.phases import Phase

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from megasdc.common.errors import LaunchError
+from megasdc.common.errors import ConfigError, LaunchError
 from megasdc.config.load import load_config
+from megasdc.localsgd.rounds import Round
 from megasdc.ops.launch import replicas
+from megasdc.ops.launch.front import launch_run
 from megasdc.ops.launch.replicas import (
     ReplicaEnd,
     ReplicasResult,
     command_of_replica,
     describe,
     devices_of_replicas,
+    launch_replicas,
     request_of_replica,
 )
 from megasdc.ops.launch.request import LaunchRequest
@@ -66,6 +69,31 @@ def test_replicas_save_in_folders_of_their_own(tmp_path: Path) -> None:
     words = command_of_replica(request_of_replica(request, 1, 2, sections))
     assert {"megasdc.checkpoint.folder=saved/replica_1", "megasdc.logging.run_dir=runs/a/replica_1"} < set(words)
     assert words[-3:] == ["--", "--ssh_port", "22"]
+
+
+def test_what_would_not_meet_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Hosts of unequal ranks, rounds of another number of replicas, and a folder that holds another kind of run."""
+    path, hostfile, rounds, folder = (tmp_path / name for name in ("run.json", "hosts", "rounds.jsonl", "runs"))
+    raw = {"model": {"preset": "gpt2-1m"}, "data": {"path": "data"}, "training": {"steps": 9, "eval_interval": 0}}
+    raw |= {"local_sgd": {"every": 3}, "checkpoint": {"interval": 0}, "logging": {"run_dir": str(folder)}}
+    path.write_text(json.dumps({"megasdc": raw}))
+    hostfile.write_text("a slots=2\nb slots=1\n")
+    one = Round(1, (0, 2), *({0: 1, 2: 1} for _ in range(3)), {0: 1.0, 2: 1.0}, {1: "far"}, (), 1.0)
+    rounds.write_text(json.dumps(one.as_dict()) + "\n")
+    with pytest.raises(LaunchError, match="would have 2, 1 ranks on their hosts"):
+        launch_replicas(LaunchRequest(path, hostfile), 2)
+    replays = (f"megasdc.local_sgd.replay_rounds={rounds}",)
+    with pytest.raises(ConfigError, match="is of 3 replicas, and --replicas 2"):
+        launch_replicas(LaunchRequest(path, overrides=replays), 2)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "rounds.jsonl").touch()
+    with pytest.raises(ConfigError, match=f"{folder} holds replicas of Local-SGD"):
+        launch_run(LaunchRequest(path, num_gpus=1, overrides=("megasdc.local_sgd={}",)), dry_run=True)
+    (folder / "resolved.json").touch()
+    with pytest.raises(ConfigError, match=f"{folder} holds a run of its own"):
+        launch_replicas(LaunchRequest(path, num_gpus=1), 2)
+    assert sorted(one.name for one in folder.iterdir()) == ["resolved.json", "rounds.jsonl"]
 
 
 def test_the_end_says_which_rounds_are_not_of_all() -> None:
