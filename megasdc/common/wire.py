@@ -417,7 +417,7 @@ class Door:
         self._server.close()
         with self._lock:
             for connection in self._unknown:
-                _shut(connection)
+                shut(connection)
         with contextlib.suppress(Empty):
             while True:
                 self._admitted.get_nowait()[1].close()
@@ -467,7 +467,7 @@ class Door:
                 address = Counter(self._unknown.values()).most_common(1)[0][0]
                 oldest = next(one for one, client in self._unknown.items() if client == address)
                 del self._unknown[oldest]
-                _shut(oldest)
+                shut(oldest)
 
     def _end_meeting(self, connection: socket.socket) -> bool:
         """Count the end of a handshake, and return whether its connection was still among the unknown ones."""
@@ -507,7 +507,8 @@ class Door:
         self._say(text)
 
 
-def _shut(connection: socket.socket) -> None:
+def shut(connection: socket.socket) -> None:
+    """End a connection in both directions, also for a thread that waits on it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

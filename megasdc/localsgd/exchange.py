@@ -51,7 +51,10 @@ class ShardDoor:
             self._offered[what] = number, held
 
     def withdraw(self, what: str) -> None:
-        """Offer nothing of a kind any more; a fetch that has begun may get what has changed, and finds that out."""
+        """Offer nothing of a kind any more, so that it may change.
+
+        A fetch of weights before they were agreed on that has begun may get what has changed, and finds that out.
+        """
         with self._lock:
             self._offered.pop(what, None)
 
@@ -60,8 +63,11 @@ class ShardDoor:
         self._door.close()
 
     def _serve(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        what = str(hello.get("what"))
         with self._lock:
-            number, held = self._offered.get(str(hello.get("what")), (0, []))
+            number, held = self._offered.get(what, (0, []))
+            if what == AGREED:  # the next round may be agreed on before these have been sent
+                held = [one.clone() for one in held]
         exchange = BoundedExchange(connection, self._timeout_s)
         views = [bytes_of(one) for one in held]
         header = {"round": number, "sizes": [len(one) for one in views], "digests": list(map(_digest, views))}

@@ -17,15 +17,17 @@ from dataclasses import asdict
 from typing import Any
 
 from megasdc.common.errors import LaunchError
-from megasdc.common.wire import Door, MessageChannel, WireError, connect, split_address
-from megasdc.localsgd.rounds import Doors, Meeting, NothingLeftError, Report
+from megasdc.common.wire import Door, MessageChannel, WireError, connect, shut, split_address
+from megasdc.localsgd.rounds import Doors, Meeting, NothingLeftError, ReplayError, Report
 from megasdc.parallel.rendezvous import ROUNDS_VARIABLE
 
 START_S = 600.0
 """Seconds after the first replica has joined until training begins without the others."""
 EXCHANGE_S = 600.0
-"""Seconds in which the members of a round must have fetched each other's weights."""
+"""Seconds beyond the deadline of a round for which one that is done waits for another to fetch its weights."""
 ANSWER_S = 10.0
+WAITS_S = 5.0
+"""Seconds after which a replica that waits for an answer shows that it is not stuck, again and again."""
 CONNECT_S = 60.0
 _LOOK_S = 0.1
 
@@ -39,7 +41,6 @@ class MeetingServer:
         address: address of this host on which it listens.
         secret: secret of the launch.
         start_s: seconds after the first replica has joined until training begins without the others.
-        exchange_s: seconds in which members must have fetched each other's weights.
 
     Raises:
         OSError: it cannot listen there.
@@ -53,10 +54,11 @@ class MeetingServer:
         secret: bytes,
         *,
         start_s: float = START_S,
-        exchange_s: float = EXCHANGE_S,
     ) -> None:
         self._meeting, self._replicas = meeting, replicas
-        self._start_s, self._exchange_s = start_s, exchange_s
+        self._start_s = start_s
+        self._lines: dict[int, socket.socket] = {}
+        """The newest connection of each replica."""
         self._changed = threading.Condition()
         self._loaded: dict[int, tuple[int, str]] = {}
         """What replicas have loaded that have joined before the first round; kept until training begins."""
@@ -67,7 +69,7 @@ class MeetingServer:
         """Whether training has begun, with all replicas that are waited for; and whether all are told to stop."""
         self.joined: set[int] = set()
         """Replicas that have been there."""
-        self._failed: NothingLeftError | None = None
+        self._failed: NothingLeftError | ReplayError | None = None
         self._is_over = False
         self._door = Door(address, secret, self._serve)
         self.address, self.port = self._door.address, self._door.port
@@ -82,6 +84,8 @@ class MeetingServer:
         """Wait for a replica no longer: its process has ended for good."""
         with self._changed:
             self._ended.add(replica)
+            self._meeting.end(replica)
+            self._look()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -95,6 +99,11 @@ class MeetingServer:
         replica, channel = hello.get("replica"), MessageChannel(connection)
         if type(replica) is not int or not 0 <= replica < self._replicas:
             raise WireError(f"no replica of this run: {hello}")
+        with self._changed:
+            if (earlier := self._lines.get(replica)) is not None:  # of a process that has gone, as nobody has noticed
+                shut(earlier)
+                self._gone(replica)
+            self._lines[replica] = connection
         try:
             while not self._is_over:
                 message = channel.receive(float("inf"))
@@ -105,8 +114,15 @@ class MeetingServer:
             logger.info("replica %d has left: %s", replica, error)
         finally:
             with self._changed:
-                self._meeting.leave(replica)
-                self._look()
+                if self._lines.get(replica) is connection:
+                    del self._lines[replica]
+                    self._gone(replica)
+
+    def _gone(self, replica: int) -> None:
+        self._loaded.pop(replica, None)
+        self._meeting.leave(replica)
+        self._look()
+        self._changed.notify_all()
 
     def _answer(self, replica: int, message: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         asked = {
@@ -140,14 +156,17 @@ class MeetingServer:
         try:
             if not self.is_stopping or self._is_last:
                 self._meeting.look()
-        except NothingLeftError as error:
+        except (NothingLeftError, ReplayError) as error:
             self._failed = error
-        if self._failed or self._meeting.plan is not before:
+        if self._failed is not None or self._meeting.plan is not before:
             self._changed.notify_all()
 
     def _join(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         number, digest = int(fields["round"]), str(fields["digest"])
         doors = [(str(host), int(port)) for host, port in fields["doors"]]
+        window, known = self._meeting.window, fields.get("threshold_s")
+        if window is not None and window.threshold_s is None and known is not None:
+            window.threshold_s = float(known)  # chosen at an earlier start
         if not self.has_begun:
             self._loaded[replica] = number, digest
             self._wait(connection, self._may_begin, self._start_s)
@@ -174,24 +193,27 @@ class MeetingServer:
     def _newest(self, replica: int) -> dict[str, Any]:
         """The newest round, and where another replica's weights after it are."""
         meeting = self._meeting
-        others = [one for one in meeting.there if one != replica]
+        others = [one for one in meeting.there if one != replica and meeting.doors(one)]
         sources = [[one, meeting.doors(one)] for one in others]
         return {"round": meeting.round, "sources": sources, **self._threshold()}
 
     def _report(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
-        self._is_last = bool(fields.pop("is_last"))
-        report = Report(**fields)
+        is_last, report = bool(fields.pop("is_last")), Report(**fields)
         meeting = self._meeting
-        if meeting.report(replica, report):
-            self._look()
-            self._wait(connection, lambda: self._is_made(report.round) or (self.is_stopping and not self._is_last))
-            if not self._is_made(report.round):
-                return self._or_failed(replica, {"stopping": True})
-            plan = meeting.plan
-            if plan is not None and plan.round == report.round and replica in plan.members:
-                members = [[one, meeting.doors(one), of.tokens] for one, of in plan.members.items()]
-                return self._or_failed(replica, {"members": members})
-        self._wait(connection, lambda: meeting.plan is None and meeting.round >= report.round)
+        while meeting.round < report.round and self._failed is None:
+            if meeting.report(replica, report):
+                self._is_last = is_last
+                self._look()
+                self._wait(connection, lambda: self._is_made(report.round) or (self.is_stopping and not is_last))
+                if not self._is_made(report.round):
+                    return self._or_failed(replica, {"stopping": True})
+                plan = meeting.plan
+                if plan is not None and plan.round == report.round and replica in plan.members:
+                    members = [[one, meeting.doors(one), of.tokens] for one, of in plan.members.items()]
+                    return self._or_failed(replica, {"members": members, "deadline_s": meeting.deadline_s})
+            elif meeting.plan is None:
+                return {"left_out": "the others go on from an earlier round", **self._newest(replica)}
+            self._wait(connection, lambda: meeting.plan is None)  # it is over, or given up, and begins anew
         made = meeting.made.get(report.round)
         wrong = {} if made is None else made.left_out
         told: dict[str, Any] = {"left_out": wrong.get(replica, "it was late"), "wrong": replica in wrong}
@@ -212,8 +234,8 @@ class MeetingServer:
             meeting.close(now=False)
             return meeting.round >= number
 
-        self._wait(connection, is_closed, self._exchange_s)
-        if not self._failed and not is_closed():
+        self._wait(connection, is_closed, float(fields["at_most_s"]))
+        if self._failed is None and not is_closed():
             meeting.close(now=True)
         self._changed.notify_all()
         made = meeting.made.get(number)
@@ -226,15 +248,15 @@ class MeetingServer:
         return self._or_failed(replica, {"members": list(members), "without": without, **self._threshold()})
 
     def _agree(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
-        self._meeting.agree(int(fields["round"]), str(fields["digest"]))
+        self._meeting.agree(replica, int(fields["round"]), str(fields["digest"]))
         return {}
 
     def _done(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         """Wait until all replicas that are connected are done: one that was late may need the weights of another."""
         self._ended.add(replica)
         self._changed.notify_all()
-        everybody = self._ended.issuperset
-        self._wait(connection, lambda: self.is_stopping or everybody(self._meeting.there), self._exchange_s)
+        everybody, at_most_s = self._ended.issuperset, self._meeting.deadline_s + EXCHANGE_S
+        self._wait(connection, lambda: self.is_stopping or everybody(self._meeting.there), at_most_s)
         return {}
 
     def _stop_asked(self, replica: int, fields: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
@@ -247,6 +269,8 @@ class MeetingServer:
         failed = self._failed
         if failed is None:
             return answer
+        if isinstance(failed, ReplayError):
+            return {"failed": str(failed), "ended": True}
         look = failed.looks.get(replica)
         return {
             "failed": str(failed),
@@ -261,16 +285,19 @@ class MeetingLine:
     Args:
         replica: number of the replica.
         secret: secret of the launch.
+        waits: called every ``WAITS_S`` seconds while it waits for an answer.
 
     Raises:
         LaunchError: nobody listens there who knows the secret.
     """
 
-    def __init__(self, replica: int, secret: bytes) -> None:
+    def __init__(self, replica: int, secret: bytes, waits: Callable[[], None] = lambda: None) -> None:
+        self._waits = waits
         address = os.environ.get(ROUNDS_VARIABLE, "")
         try:
             host, port = split_address(address)
-            self._channel = MessageChannel(connect(host, port, secret, {"replica": replica}, CONNECT_S))
+            self._connection = connect(host, port, secret, {"replica": replica}, CONNECT_S)
+            self._channel = MessageChannel(self._connection)
         except (OSError, ValueError) as error:
             raise LaunchError(
                 f"replica {replica} does not reach the others' meeting at {address or 'no address'} (environment "
@@ -282,21 +309,27 @@ class MeetingLine:
         self._channel.close()
 
     def ask(self, name: str, **fields: Any) -> dict[str, Any]:
-        """Ask, and wait for the answer, as long as it takes; ``failed`` in it: no replica can be relied on.
+        """Ask, and wait for the answer, as long as it takes; ``failed`` in it: the rounds have ended for all.
 
         Raises:
             LaunchError: the meeting has ended.
         """
         try:
             self._channel.send({"ask": name, **fields}, ANSWER_S)
-            answer = self._channel.receive(float("inf"))
+            while not select.select([self._connection], [], [], WAITS_S)[0]:
+                self._waits()
+            answer = self._channel.receive(ANSWER_S)
         except OSError as error:
             raise LaunchError(f"the meeting of the replicas has ended: {error}") from error
         return answer
 
-    def join(self, number: int, digest: str, doors: Doors) -> dict[str, Any]:
-        """Say which weights this replica has; the answer says whether it goes on with them."""
-        return self.ask("join", round=number, digest=digest, doors=list(doors))
+    def join(self, number: int, digest: str, doors: Doors, threshold_s: float | None = None) -> dict[str, Any]:
+        """Say which weights this replica has; the answer says whether it goes on with them.
+
+        Args:
+            threshold_s: threshold that was chosen before; None: none was.
+        """
+        return self.ask("join", round=number, digest=digest, doors=list(doors), threshold_s=threshold_s)
 
     def report(self, report: Report, *, is_last: bool) -> dict[str, Any]:
         """Report the local steps of a round; the answer has its members, or why this replica is none.
@@ -305,9 +338,13 @@ class MeetingLine:
         """
         return self.ask("report", is_last=is_last, **asdict(report))
 
-    def have(self, number: int, received: Sequence[int]) -> dict[str, Any]:
-        """Say whose weights all ranks of this replica have; the answer has those that the round is made of."""
-        return self.ask("have", round=number, received=list(received))
+    def have(self, number: int, received: Sequence[int], at_most_s: float) -> dict[str, Any]:
+        """Say whose weights all ranks of this replica have; the answer has those that the round is made of.
+
+        Args:
+            at_most_s: seconds after which it is made without members that have not said it.
+        """
+        return self.ask("have", round=number, received=list(received), at_most_s=at_most_s)
 
     def agree(self, number: int, digest: str) -> None:
         """Say what the weights after a round are."""

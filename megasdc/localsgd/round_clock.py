@@ -44,22 +44,24 @@ class RoundClock:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
-    def begin(self, number: int, done: Done = Done(0, 0)) -> None:
-        """Begin a round, or go on within it; ``done``: before."""
-        self._began, self._round, self._steps, self._before = time.monotonic(), number, done.steps, done.micro_batches
+    def begin(self, number: int, done: Done = Done(0, 0), elapsed_s: float = 0.0) -> None:
+        """Begin a round, or go on within it; ``done``: before, in so many seconds."""
+        self._began, self._round = time.monotonic() - elapsed_s, number
+        self._steps, self._before = done.steps, done.micro_batches
         self._starts, self._ends = [], []
 
     @property
-    def _elapsed_s(self) -> float:
+    def elapsed_s(self) -> float:
+        """Seconds since the round began."""
         return time.monotonic() - self._began
 
     def start(self) -> None:
         """A micro-batch is started, or asked for."""
-        self._starts.append(self._elapsed_s)
+        self._starts.append(self.elapsed_s)
 
     def end(self) -> None:
         """A micro-batch has been computed."""
-        self._ends.append(self._elapsed_s)
+        self._ends.append(self.elapsed_s)
 
     def end_step(self) -> None:
         """A local step has ended."""
@@ -68,7 +70,7 @@ class RoundClock:
     def time_left_s(self, micro_batch: int) -> float:
         """Seconds in which the next micro-batch of the running step may be started."""
         if self._replayed is None:
-            return self.threshold_s - self._elapsed_s
+            return self.threshold_s - self.elapsed_s
         work = self._replayed.get(self._round)
         if work is None or self._steps + 1 < work.steps:
             return math.inf
@@ -82,49 +84,51 @@ class RoundClock:
     def is_over(self) -> bool:
         """Whether no further step of the round is taken, asked when the micro-batches of the running one are done."""
         if self._replayed is None:
-            return self._elapsed_s >= self.threshold_s
+            return self.elapsed_s >= self.threshold_s
         work = self._replayed.get(self._round)
         return work is not None and self._steps + 1 >= work.steps
 
     @property
     def times(self) -> Times:
-        """Starts and ends of the micro-batches of this round that were computed."""
-        return self._starts[: len(self._ends)], self._ends
+        """Starts and ends of the micro-batches of this round that were computed, in microseconds' precision."""
+        starts, ends = ([round(one, 6) for one in some] for some in (self._starts, self._ends))
+        return starts[: len(ends)], ends
 
 
 class RoundWindow:
-    """Times of all replicas in some rounds, in which nothing was dropped, from which the threshold is chosen.
+    """Times of replicas in some rounds, in which nothing was dropped, from which the threshold is chosen.
 
     Args:
-        rounds: number of rounds.
+        rounds: number of rounds, of the same replicas.
         max_drop_rate: largest share of micro-batches that may be dropped.
     """
 
     def __init__(self, rounds: int, max_drop_rate: float) -> None:
         self._rounds, self._max_drop_rate = rounds, max_drop_rate
-        self._times: list[list[Times]] = []
-        self._exchange_s: list[float] = []
+        self._measured: dict[tuple[int, ...], list[tuple[list[Times], float]]] = {}
+        """Times, and seconds without a micro-batch, of each round, by the replicas that took part."""
         self.threshold_s: float | None = None
         """The chosen threshold; None: not yet."""
         self.speedup = self.drop_rate = 0.0
 
     def add(self, times: Sequence[Times | None], seconds: float) -> None:
-        """Add a round that took so many seconds; one that lacks a replica's times, or a micro-batch, is left out.
+        """Add a round that took so many seconds; one of a single replica, or that lacks a micro-batch, is left out.
 
         Args:
-            times: of all replicas, None where they are not known.
+            times: of all replicas, None where they are not known, or a replica did not take part.
         """
-        if self.threshold_s is not None or any(one is None or not len(one[1]) for one in times):
+        known = {replica: one for replica, one in enumerate(times) if one is not None and len(one[1])}
+        if self.threshold_s is not None or len(known) < 2:
             return
-        known = [one for one in times if one is not None]
-        if len({len(ends) for _, ends in (*known, *(row[0] for row in self._times))}) > 1:
+        measured = self._measured.setdefault(tuple(known), [])
+        rows = [row[0] for row, _ in measured]
+        if len({len(ends) for _, ends in (*known.values(), *rows)}) > 1:
             return
-        self._times.append(known)
-        self._exchange_s.append(max(0.0, seconds - max(ends[-1] for _, ends in known)))
-        if len(self._times) < self._rounds:
+        measured.append((list(known.values()), max(0.0, seconds - max(ends[-1] for _, ends in known.values()))))
+        if len(measured) < self._rounds:
             return
         starts, ends = (
-            np.array([[row[replica][part] for row in self._times] for replica in range(len(known))]) for part in (0, 1)
+            np.array([[row[replica][part] for row, _ in measured] for replica in range(len(known))]) for part in (0, 1)
         )
-        found = search_recorded(starts, ends, float(np.mean(self._exchange_s)), self._max_drop_rate)
+        found = search_recorded(starts, ends, float(np.mean([rest for _, rest in measured])), self._max_drop_rate)
         self.threshold_s, self.speedup, self.drop_rate = found.tau_s, found.speedup, found.drop_rate

@@ -4,7 +4,8 @@ A round ends in two parts. First each replica reports that its local steps are d
 gradient, the distance from the weights before the round; once all that take part have reported, or the deadline has
 passed, the members of the round are fixed. Then the members fetch each other's weights, and say whose they have; the
 round is made of those that every member has, so that all compute the same. Who is late, lost or wrong is left out, and
-goes on later from what the others have agreed on.
+goes on later from what the others have agreed on. A member that is lost meanwhile is not waited for; where none is
+left that could go on from the round, its members are fixed anew.
 
 An outer gradient is wrong if it is not finite, or if its norm is far from those of the other replicas and from those of
 the same replica's last rounds. With many of them it must be beyond both: all replicas' norms change with the learning
@@ -41,7 +42,7 @@ LEAST_SPREAD = 0.1
 TIMES = 3.0
 """Factor of the median of all replicas' norms beyond which a norm is far from them, where own ones are known."""
 TIMES_ALONE = 10.0
-"""The same in the first rounds, in which own ones are not known."""
+"""The same in the first rounds, in which own ones are not known; of two replicas the larger is then the wrong one."""
 
 
 Doors = Sequence[tuple[str, int]]
@@ -153,6 +154,10 @@ def work_of(rounds: Mapping[int, Round], replica: int) -> dict[int, Done]:
     }
 
 
+class ReplayError(RuntimeError):
+    """A round cannot be replayed, since a replica that took part in it has ended."""
+
+
 class NothingLeftError(RuntimeError):
     """No replica of a round has weights that can be relied on.
 
@@ -199,7 +204,11 @@ def _is_far(
     told = f"the norm of its outer gradient is {norm:.4g}, the median of all {usual:.4g}"
     longer = reports[replica].steps / max(1.0, statistics.median(one.steps for one in others))
     if len(own) < KNOWN:
-        return told if _is_beyond(norm, usual, TIMES_ALONE, longer) and len(known) > 2 else ""
+        if len(known) > 2:
+            is_far = _is_beyond(norm, usual, TIMES_ALONE, longer)
+        else:  # a fault makes weights large, or keeps them where they are; fewer steps of a warm-up move them less
+            is_far = (longer >= 1 and norm == 0 < usual) or (longer <= 1 and norm > TIMES_ALONE * usual > 0)
+        return told if is_far else ""
     mean, deviation = statistics.fmean(own), statistics.pstdev(own)
     if abs(norm - mean) <= SIGMAS * max(deviation, LEAST_SPREAD * mean):
         return ""
@@ -220,11 +229,14 @@ def _is_beyond(norm: float, usual: float, times: float, longer: float) -> bool:
 class _Replica:
     """A replica as the meeting knows it.
 
-    ``there``: whether it is connected; ``doors``: where others fetch the weights of its ranks.
+    ``there``: whether it is connected; ``has_ended``: whether it is not going to be again; ``doors``: where others
+    fetch the weights of its ranks; ``has``: round whose weights it has, and their digest, empty while it computes them.
     """
 
     there: bool = False
+    has_ended: bool = False
     doors: Doors = ()
+    has: tuple[int, str] = (0, "")
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
 
@@ -256,6 +268,7 @@ class Meeting:
         clock: seconds, monotonic.
         window: chooses a threshold from the times of the first rounds; None: none is to be chosen.
         replayed: rounds whose members are these again, by round; None: what happens decides.
+        earlier: rounds of earlier starts, in order: the norms and times that are known of them.
 
     Attributes:
         round: newest round that was agreed on; 0: none.
@@ -273,16 +286,19 @@ class Meeting:
         *,
         window: RoundWindow | None = None,
         replayed: Mapping[int, Round] | None = None,
+        earlier: Sequence[Round] = (),
     ) -> None:
         self.round, self.digest = 0, ""
         self.window, self._replayed = window, replayed or {}
         self.plan: Plan | None = None
         self.made: dict[int, Round] = {}
         self._of = {replica: _Replica() for replica in range(replicas)}
-        self._deadline_s, self._record, self._clock = deadline_s, record, clock
+        self._deadline_s, self._record, self._clock, self._earlier = deadline_s, record, clock, earlier
         self._reports: dict[int, Report] = {}
+        self._reported_at: dict[int, float] = {}
         self._received: dict[int, frozenset[int]] = {}
-        self._first_at: float | None = None
+        self._active: set[int] = set()
+        """Members of the plan that have been connected since it was fixed."""
         self._begun_at = clock()
         self._durations: deque[float] = deque(maxlen=5)
 
@@ -294,7 +310,7 @@ class Meeting:
         return [replica for replica, one in self._of.items() if one.there]
 
     def begin(self, rounds: Mapping[int, tuple[int, str]]) -> None:
-        """Begin with what replicas have loaded: the newest round of any of them counts.
+        """Begin with what replicas have loaded, which join now: the newest round of any of them counts.
 
         Args:
             rounds: round, and digest of the weights after it, by replica, of at least one.
@@ -302,31 +318,50 @@ class Meeting:
         self.round = max(number for number, _ in rounds.values())
         self.digest = Counter(digest for number, digest in rounds.values() if number == self.round).most_common(1)[0][0]
         self._begun_at = self._clock()
+        for replica, has in rounds.items():
+            self._of[replica].there, self._of[replica].has = True, has
+        for one in self._earlier:
+            if one.round <= self.round:
+                self._remember(one)
 
     def join(self, replica: int, number: int, digest: str, doors: Doors) -> bool:
         """A replica has connected, with the weights after a round; returns whether it may go on with them.
 
-        Otherwise it takes over those of the newest round first, as one that was left out does.
+        Otherwise it takes over those of the newest round first, as one that was left out does. Where all that had these
+        have gone, the newest that a replica has are those to go on from.
         """
+        self.leave(replica)
         one = self._of[replica]
-        one.there, one.doors = True, doors
-        self._reports.pop(replica, None)
-        return (number, digest) == (self.round, self.digest)
+        one.there, one.doors, one.has = True, doors, (number, digest)
+        newest = max(self._of[other].has for other in self.there)
+        if self.plan is None and newest[0] < self.round:
+            self.round, self.digest = newest
+        return one.has == (self.round, self.digest)
 
     def leave(self, replica: int) -> None:
-        """A replica is not connected any more."""
+        """A replica is not connected any more; a round of which nobody is left that could go on from it is given up."""
         self._of[replica].there = False
+        self._active.discard(replica)
+        self._received.pop(replica, None)
+        if self.plan is not None and not self._active:
+            self.plan, self._reports = None, {}
         if self.plan is None:
             self._reports.pop(replica, None)
+        self.close(now=False)
+
+    def end(self, replica: int) -> None:
+        """A replica is not going to be connected again."""
+        self._of[replica].has_ended = True
 
     def doors(self, replica: int) -> Doors:
         """Where others fetch the weights of a replica that has been connected."""
         return self._of[replica].doors
 
-    def agree(self, number: int, digest: str) -> None:
+    def agree(self, replica: int, number: int, digest: str) -> None:
         """A replica has computed the weights of a round."""
         if number == self.round and not self.digest:
             self.digest = digest
+        self._of[replica].has = number, digest
 
     # --- a round ------------------------------------------------------------------------------------------------
 
@@ -334,8 +369,7 @@ class Meeting:
         """Take a report; returns False where its round is over, or its members are fixed: it is late."""
         if report.round != self.round + 1 or self.plan is not None:
             return False
-        self._reports[replica] = report
-        self._first_at = self._clock() if self._first_at is None else self._first_at
+        self._reports[replica], self._reported_at[replica] = report, self._clock()
         return True
 
     @property
@@ -352,18 +386,16 @@ class Meeting:
 
         Raises:
             NothingLeftError: none of the reports can be used.
+            ReplayError: a replica that took part in a round that is replayed has ended.
         """
-        if self.plan is not None or self._first_at is None or not self._reports:
+        if self.plan is not None or not self._reports:
             return
         if (again := self._replayed.get(self.round + 1)) is not None:
-            needed = set(again.members) | (again.left_out.keys() & set(self.there))
-            if self._reports.keys() >= needed:
-                members = {replica: self._reports[replica] for replica in again.members}
-                wrong = {replica: reason for replica, reason in again.left_out.items() if replica in self._reports}
-                self.plan, self._received = Plan(self.round + 1, members, wrong, self._looks(wrong)), {}
+            self._replay(again)
             return
         waits = [replica for replica in self.there if replica not in self._reports]
-        if waits and self._clock() < self._first_at + self.deadline_s:
+        first_at = min(self._reported_at[replica] for replica in self._reports)
+        if waits and self._clock() < first_at + self.deadline_s:
             return
         wrong = judge(self._reports, {replica: one.norms for replica, one in self._of.items()})
         members = {replica: one for replica, one in self._reports.items() if replica not in wrong}
@@ -372,15 +404,28 @@ class Meeting:
             members = {}
         if not members:
             raise NothingLeftError(wrong, self._looks(wrong))
+        self._fix(members, wrong)
+
+    def _fix(self, members: Mapping[int, Report], wrong: Mapping[int, str]) -> None:
         self.plan = Plan(self.round + 1, dict(sorted(members.items())), wrong, self._looks(wrong))
-        self._received = {}
+        self._received, self._active = {}, set(members)
+
+    def _replay(self, again: Round) -> None:
+        """Fix the members of a round that is replayed, once all of them have reported."""
+        if ended := [replica for replica in again.members if self._of[replica].has_ended]:
+            raise ReplayError(
+                f"round {again.round} is replayed, of which replica {ended[0]} was a member, and has ended"
+            )
+        if self._reports.keys() >= set(again.members) | (again.left_out.keys() & set(self.there)):
+            wrong = {replica: reason for replica, reason in again.left_out.items() if replica in self._reports}
+            self._fix({replica: self._reports[replica] for replica in again.members}, wrong)
 
     def _looks(self, wrong: Collection[int]) -> dict[int, RoundLook]:
         return {replica: look_at(replica, self._reports, self._of[replica].norms) for replica in wrong}
 
     def have(self, replica: int, received: Collection[int]) -> None:
         """A member has the weights of these replicas, its own among them, on all of its ranks."""
-        if self.plan is not None and replica in self.plan.members:
+        if replica in self._active:
             self._received[replica] = frozenset(received)
 
     def close(self, *, now: bool) -> None:
@@ -392,7 +437,7 @@ class Meeting:
         plan = self.plan
         if plan is None or not self._received:
             return
-        if not now and any(self._of[one].there and one not in self._received for one in plan.members):
+        if not now and any(one not in self._received for one in self._active):
             return
         common = frozenset.intersection(*self._received.values())
         members = tuple(sorted(common)) or (min(self._received),)
@@ -411,13 +456,19 @@ class Meeting:
             ended_at - self._begun_at,
             dict(plan.looks),
         )
-        for replica, one in used.items():
-            self._of[replica].norms.append(one.norm)
-        self._durations.append(done.seconds)
+        self._remember(done)
         if self.window is not None:
             self.window.add([None if one not in used else used[one].times for one in self._of], done.seconds)
         self.round, self.digest, self.plan, self._reports = plan.round, "", None, {}
-        self._first_at, self._begun_at = None, ended_at
+        self._active, self._begun_at = set(), ended_at
+        for replica in members:
+            self._of[replica].has = plan.round, ""
         self.made = {**self.made, plan.round: done}
         self.made.pop(plan.round - WINDOW, None)
         self._record(done)
+
+    def _remember(self, done: Round) -> None:
+        for replica, norm in done.norms.items():
+            if replica in self._of:
+                self._of[replica].norms.append(norm)
+        self._durations.append(done.seconds)

@@ -49,6 +49,9 @@ EVENT_KIND = "local_sgd"
 ATTEMPTS = 20
 """Attempts to take over the weights that others have agreed on, which change with each of their rounds."""
 PAUSE_S = 0.5
+LEAST_EXCHANGE_S = 10.0
+SLOWEST_BYTES_PER_S = 20e6
+"""An exchange ends after the deadline of a round, at least so many seconds, and the time of its bytes at this rate."""
 STOPPED = "the replicas were told to stop"
 NEW_MOMENTS = MomentumReset(interval=1, warmup_steps=0, warmup_start=1.0, restart_bias_correction=True)
 """Sets moments to zero, and their count of steps."""
@@ -87,7 +90,9 @@ class LocalSgd(Hook):
         self._agreed = Agreed(master_partitions(run.engine.optimizer), self._rule)
         self._round, self._digest = run.step // section.every, ""
         self._tokens = self._steps = self._micro_batches = 0
-        self._waited_s = 0.0
+        self._waited_s = self._elapsed_s = 0.0
+        self._has_ended = False
+        """Whether the round's local work is done, and the others are waited for."""
         replayed = None if section.replay_rounds is None else work_of(read_rounds(section.replay_rounds), self._replica)
         given = section.threshold
         self._clock = RoundClock(math.inf if isinstance(given, str) else given, replayed)
@@ -130,18 +135,21 @@ class LocalSgd(Hook):
         self._digest = self._digest_of_all()
         self._offer()
         if run.dims.rank == 0:
-            self._line = MeetingLine(self._replica, self._secret)
-        answer = self._on_first(lambda line: line.join(self._round, self._digest, doors))
+            self._line = MeetingLine(self._replica, self._secret, lambda: self._still_waits(None))
+        known = self._clock.threshold_s if self._section.threshold == AUTO and not self._measures else None
+        answer = self._on_first(lambda line: line.join(self._round, self._digest, doors, known))
         if "stopping" in answer:
             run.end.reason = STOPPED
             return
         if not answer["goes_on"]:
             reason = "it has joined later, or with other weights"
-            self._take_over(answer, reason, wrong=False)
+            self._take_over(answer, reason, wrong=False, returns=True)
             told: dict[str, Any] = {"round": self._round, "reason": reason, "wrong": False}
             run.events.emit_on_rank_0(EVENT_KIND, "left_out", step=run.step, **told)
+        run.enter("START")
+        has_ended = self._has_ended or run.step % self._section.every == 0
         self._begin_round(answer)
-        if self._steps and run.step % self._section.every == 0:  # it was stopped while it waited for the others
+        if self._steps and has_ended:  # it was stopped while it waited for the others
             self._end_round(run)
             self.after_late_round(run)
 
@@ -166,23 +174,35 @@ class LocalSgd(Hook):
         """Ask the meeting on the first rank; returns the answer, on all.
 
         Raises:
-            LaunchError: see ``MeetingLine.ask``; on all ranks.
+            LaunchError: see ``MeetingLine.ask``, or a round cannot be replayed; on all ranks.
             CorruptionError: no replica has weights that can be relied on; on all ranks.
         """
-        found: tuple[dict[str, Any], Exception | None] = {}, None
+        found: tuple[dict[str, Any], Exception | None] | None = None
         if self._line is not None:
             try:
                 found = ask(self._line), None
             except Exception as error:  # the other ranks wait for it
                 found = {}, error
-        answer, problem = gather_objects(found, self._run.host_group)[0]
+        while (said := self._still_waits(found)) is None:
+            pass
+        answer, problem = said
         if problem is not None:
             raise problem
-        if "failed" in answer:
-            if answer["left_out"]:
-                self._report(self._round + 1, answer["left_out"], answer["look"])
-            raise CorruptionError(f"no replica can be relied on: {answer['failed']}")
-        return answer  # type: ignore[no-any-return]
+        if "failed" not in answer:
+            return answer  # type: ignore[no-any-return]
+        if "ended" in answer:
+            raise LaunchError(f"megasdc.local_sgd.replay_rounds: {answer['failed']}")
+        if answer["left_out"]:
+            self._report(self._round + 1, answer["left_out"], answer["look"])
+        raise CorruptionError(f"no replica can be relied on: {answer['failed']}")
+
+    def _still_waits(self, found: Any) -> Any:
+        """What the first rank has found, on all ranks; None: it waits, and is not stuck.
+
+        Collective: all ranks of the world.
+        """
+        self._run.enter("SAVE")
+        return gather_objects(found, self._run.host_group)[0]
 
     # --- a round ------------------------------------------------------------------------------------------------
 
@@ -206,26 +226,32 @@ class LocalSgd(Hook):
         if run.step % self._section.every == 0 or (self._drops and bool(self._over.value)):
             self._end_round(run)
 
+    @property
+    def _chosen(self) -> float | None:
+        """The threshold in seconds; None: none is passed."""
+        return None if math.isinf(self._clock.threshold_s) else self._clock.threshold_s
+
     def _begin_round(self, answer: dict[str, Any]) -> None:
         """Begin to count the time of a round; ``answer``: of the meeting, which may have chosen a threshold."""
         if self._measures and "threshold_s" in answer:
             self._clock.threshold_s, self._measures = float(answer["threshold_s"]), False
             if self._run.dims.rank == 0:
-                told = None if math.isinf(self._clock.threshold_s) else self._clock.threshold_s
-                self._run.events.emit(EVENT_KIND, "threshold", step=self._run.step, threshold_s=told)
+                self._run.events.emit(EVENT_KIND, "threshold", step=self._run.step, threshold_s=self._chosen)
                 logger.info("Local-SGD: a replica starts no micro-batch after %g s of a round", self._clock.threshold_s)
-        self._clock.begin(self._round + 1, Done(self._steps, self._micro_batches))
+        self._clock.begin(self._round + 1, Done(self._steps, self._micro_batches), self._elapsed_s)
+        self._elapsed_s, self._has_ended = 0.0, False
 
     def _end_round(self, run: Run) -> None:
         run.enter("SAVE")
-        began, number = time.monotonic(), self._round + 1
+        began, number, self._has_ended = time.monotonic(), self._round + 1, True
         assert self._door is not None, "on_start comes first"
         masters = self._masters
         self._door.offer(MASTERS, number, masters)
         norm, finite = self._norm(masters)
         times = self._clock.times if self._measures else None
         report = Report(number, self._tokens, self._steps, self._micro_batches, norm, finite, self._digest, times)
-        answer = self._on_first(lambda line: line.report(report, is_last=run.step >= run.steps))
+        is_last = number * self._section.every >= run.steps
+        answer = self._on_first(lambda line: line.report(report, is_last=is_last))
         self._waited_s = time.monotonic() - began
         if "stopping" in answer:
             run.end.reason, run.end.waits_for_others = STOPPED, True
@@ -244,24 +270,28 @@ class LocalSgd(Hook):
 
     def _exchange(self, number: int, masters: Sequence[Tensor], plan: dict[str, Any]) -> dict[str, Any]:
         """Fetch the members' weights, and take over what is agreed on; returns the meeting's answer."""
+        assert self._door is not None, "on_start comes first"
         run, rank = self._run, self._run.dims.rank
         tokens = {int(replica): int(used) for replica, _, used in plan["members"]}
         doors = {int(replica): tuple(doors[rank]) for replica, doors, _ in plan["members"] if replica != self._replica}
-        found = fetch_all(doors, self._secret, number, masters, self._timeout_s)  # type: ignore[arg-type]
-        fetched = len(found) * sum(one.numel() for one in masters) * 4
-        of_ranks = gather_objects(({*found, self._replica}, fetched), run.host_group)
-        has = set.intersection(*(one for one, _ in of_ranks))
-        answer = self._on_first(lambda line: line.have(number, sorted(has)))
+        shard_bytes = _bytes(masters)
+        at_most_s = max(float(plan["deadline_s"]), LEAST_EXCHANGE_S) + len(doors) * shard_bytes / SLOWEST_BYTES_PER_S
+        found = fetch_all(doors, self._secret, number, masters, at_most_s)  # type: ignore[arg-type]
+        of_ranks = gather_objects(({*found, self._replica}, len(found) * shard_bytes, at_most_s), run.host_group)
+        has, most_s = set.intersection(*(one for one, *_ in of_ranks)), max(one[-1] for one in of_ranks)
+        answer = self._on_first(lambda line: line.have(number, sorted(has), most_s))
         if "members" not in answer:
             return answer
+        self._door.withdraw(AGREED)
         used = [int(one) for one in answer["members"]]
         every = {replica: masters if replica == self._replica else found[replica] for replica in used}
         self._agreed.update(every, tokens)
         self._adopt(number)
         self._on_first(lambda line: line.ask("agree", round=number, digest=self._digest))
         if run.dims.rank == 0:
-            told: dict[str, Any] = {"round": number, "members": used, "fetched": fetched, "digest": self._digest}
-            told |= {"fetched_bytes": sum(of_rank for _, of_rank in of_ranks), "waited_s": self._waited_s}
+            told: dict[str, Any] = {"round": number, "members": used, "digest": self._digest}
+            told |= {"fetched": of_ranks[0][1], "fetched_bytes": sum(one for _, one, _ in of_ranks)}
+            told["waited_s"] = self._waited_s
             run.events.emit(EVENT_KIND, "round", step=run.step, **told)
             without = answer.get("without") or {}
             if any(without.values()):
@@ -278,6 +308,8 @@ class LocalSgd(Hook):
     @torch.no_grad()
     def _adopt(self, number: int) -> None:
         """Train on from the agreed weights, those after a round."""
+        assert self._door is not None, "on_start comes first"
+        self._door.withdraw(MASTERS)
         optimizer = self._run.engine.optimizer
         for master, agreed in zip(self._masters, self._agreed.weights, strict=True):
             master.copy_(agreed)
@@ -289,7 +321,6 @@ class LocalSgd(Hook):
 
     def _offer(self) -> None:
         assert self._door is not None, "on_start comes first"
-        self._door.withdraw(MASTERS)
         self._door.offer(AGREED, self._round, self._agreed.tensors)
 
     def _digest_of_all(self) -> str:
@@ -323,34 +354,43 @@ class LocalSgd(Hook):
         ruling = RankVerdict(None, INCONCLUSIVE, ROUNDS, address, suspects=ranks)
         self.incidents.report(step, Finding("round", None, (ruling,), round=evidence), LEAVE_OUT, self._suspects)
 
-    def _take_over(self, answer: dict[str, Any], reason: str, *, wrong: bool) -> None:
+    def _take_over(self, answer: dict[str, Any], reason: str, *, wrong: bool, returns: bool = False) -> None:
         """Take over the weights that others have agreed on, and go on at their step.
+
+        Args:
+            returns: whether it was lost, so that it has used samples of the steps up to there.
 
         Raises:
             LaunchError: no replica has any.
         """
-        run = self._run
+        assert self._door is not None, "on_start comes first"
+        run, before = self._run, self._run.step
         for _ in range(ATTEMPTS):
             for _, doors in answer["sources"]:
                 found = self._fetch_agreed(tuple(doors[run.dims.rank]), int(answer["round"]))
                 rounds = gather_objects(None if found is None else found[0], run.host_group)
                 if found is None or None in rounds or len(set(rounds)) > 1:
                     continue
+                self._door.withdraw(AGREED)
                 for own, other in zip(self._agreed.tensors, found[1], strict=True):
                     own.copy_(other)
                 if wrong:
                     NEW_MOMENTS.reset(run.engine.optimizer.optimizer)
                 self._adopt(found[0])
+                self._tokens = self._steps = self._micro_batches = 0
+                if returns:
+                    self._skip_samples(before)
                 return
             time.sleep(PAUSE_S)
             answer = {**answer, **self._on_first(lambda line: line.ask("newest"))}
         raise LaunchError(f"replica {self._replica} has to take over the others' weights ({reason}), and none has them")
 
     def _fetch_agreed(self, place: tuple[Any, ...], least: int) -> tuple[int, list[Tensor]] | None:
+        self._run.enter("SAVE")
+        like = self._agreed.tensors
+        at_most_s = LEAST_EXCHANGE_S + _bytes(like) / SLOWEST_BYTES_PER_S
         try:
-            found = fetch(
-                (str(place[0]), int(place[1])), self._secret, AGREED, None, self._agreed.tensors, self._timeout_s
-            )
+            found = fetch((str(place[0]), int(place[1])), self._secret, AGREED, None, like, at_most_s)
         except OSError as error:
             logger.info("no agreed weights from %s: %s", place, error)
             return None
@@ -366,6 +406,18 @@ class LocalSgd(Hook):
             scheduler.step(scheduler.last_batch_iteration + missing)
         engine.global_steps = run.progress.step = step
 
+    def _skip_samples(self, before: int) -> None:
+        """Skip the samples of the steps after ``before``: which of them were used before it was lost is not known."""
+        run, engine = self._run, self._run.engine
+        steps, deal = range(before + 1, run.step + 1), engine.deal
+        if not steps:
+            return
+        counts = (engine.micro_batches if deal is None else deal.count(step, run.dims.dp_rank) for step in steps)
+        run.loader.skip_next(sum(counts), again=False)
+        samples = len(steps) * engine.samples_per_step
+        run.progress.uncounted_samples += samples
+        run.events.emit_on_rank_0(EVENT_KIND, "samples_skipped", step=run.step, first_step=steps[0], samples=samples)
+
     # --- saving -------------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any]:
@@ -375,12 +427,14 @@ class LocalSgd(Hook):
         return {AGREED_WEIGHTS: [one.cpu() for one in self._agreed.tensors]}
 
     def state_dict(self) -> dict[str, Any]:
-        """The round, and what was done since its beginning."""
+        """The round, and what was done since its beginning; where micro-batches are dropped, how that is decided."""
         return {
             "round": self._round,
             "tokens": self._tokens,
             "steps": self._steps,
             "micro_batches": self._micro_batches,
+            **({"has_ended": self._has_ended, "elapsed_s": self._clock.elapsed_s} if self._drops else {}),
+            **({"threshold_s": self._chosen} if self._section.threshold == AUTO and not self._measures else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -391,6 +445,10 @@ class LocalSgd(Hook):
         """
         self._round, self._tokens = state["round"], state["tokens"]
         self._steps, self._micro_batches = state["steps"], state["micro_batches"]
+        self._has_ended, self._elapsed_s = state.get("has_ended", False), state.get("elapsed_s", 0.0)
+        if self._measures and "threshold_s" in state:
+            chosen = state["threshold_s"]
+            self._clock.threshold_s, self._measures = math.inf if chosen is None else chosen, False
         saved, own = state.get(AGREED_WEIGHTS, []), self._agreed.tensors
         if not saved:
             return
@@ -402,3 +460,7 @@ class LocalSgd(Hook):
             )
         for one, other in zip(own, saved, strict=True):
             one.copy_(other)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)

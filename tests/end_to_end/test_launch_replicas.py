@@ -78,6 +78,10 @@ def test_a_lost_replica_stops_nobody_and_returns(tmp_path: Path) -> None:
     assert ends[0] == ends[1]
     back = events_of(run_dir / "replica_1", "local_sgd", "left_out")[-1]
     assert not back["wrong"] and members[back["round"] - 1] == [0], "the start that returns says which round it took"
+    (skipped,) = events_of(run_dir / "replica_1", "local_sgd", "samples_skipped")
+    assert skipped["samples"] == skipped["step"] == back["round"] * EVERY, "nothing was saved before it was lost"
+    places = {row["step"]: row["data/stream_end"] for row in read_metrics(run_dir / "replica_1") if "train/loss" in row}
+    assert places.keys() - set(range(skipped["step"])) and all(step == end for step, end in places.items())
     met = {one: [met.what for met in read_met(run_dir / f"replica_{one}")] for one in (0, 1)}
     assert "made without replica 1, late" in met[0][-1] and "made without this replica, late" in met[1][-1]
     assert "made without replica 1, late" in err, "the last lines of the others say it"

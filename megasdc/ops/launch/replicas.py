@@ -45,6 +45,7 @@ from megasdc.ops.launch.plan import LaunchPlan
 from megasdc.ops.launch.process import FORWARDED
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.launch.supervision import print_front_message
+from megasdc.ops.run_folder.replicas import load_rounds
 from megasdc.parallel.local_ranks import LocalMeeting
 from megasdc.parallel.rendezvous import (
     LOOPBACK,
@@ -185,7 +186,11 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
             rounds.write(json.dumps(one.as_dict()) + "\n")
             _tell_incomplete(one)
 
-        meeting = Meeting(replicas, section.deadline_s, record, window=window, replayed=replayed)
+        notes: list[str] = []
+        earlier = load_rounds(folder, notes)
+        for note in notes:
+            print_front_message(note)
+        meeting = Meeting(replicas, section.deadline_s, record, window=window, replayed=replayed, earlier=earlier)
         hosts = [] if request.hostfile is None else list(read_hostfile(request.hostfile))
         address = own_address_towards(*hosts) if hosts else LOOPBACK
         server = MeetingServer(meeting, replicas, address, secret)

@@ -12,6 +12,7 @@ import pytest
 
 from megasdc.common.errors import LaunchError
 from megasdc.localsgd.meeting import MeetingLine, MeetingServer
+from megasdc.localsgd.round_clock import RoundWindow
 from megasdc.localsgd.rounds import Meeting, Report
 from megasdc.parallel.rendezvous import ROUNDS_VARIABLE
 
@@ -62,7 +63,7 @@ def test_training_begins_with_all_and_each_learns_of_its_round(server: MeetingSe
         time.sleep(1.5)
         return lines[2].join(0, "a", [("h", 2)])
 
-    found = together(lambda: lines[0].join(0, "a", []), lambda: lines[1].join(0, "a", []), join_late)
+    found = together(lambda: lines[0].join(0, "a", [("h", 0)]), lambda: lines[1].join(0, "a", [("h", 1)]), join_late)
     assert [one["goes_on"] for one in found] == [True] * 3
     wrong: list[dict[str, Any]] = []
     waits = threading.Thread(target=lambda: wrong.append(report(lines[1], finite=False)()))
@@ -70,7 +71,7 @@ def test_training_begins_with_all_and_each_learns_of_its_round(server: MeetingSe
     time.sleep(0.3)
     members = together(report(lines[0]), report(lines[2]))
     assert [[one for one, _, _ in answer["members"]] for answer in members] == [[0, 2]] * 2
-    made = together(lambda: lines[0].have(1, [0, 2]), lambda: lines[2].have(1, [0, 2]))
+    made = together(lambda: lines[0].have(1, [0, 2], 30.0), lambda: lines[2].have(1, [0, 2], 30.0))
     without = {"left_out": {"1": "its weights are not finite"}, "absent": []}
     assert made == [{"members": [0, 2], "without": without}] * 2
     waits.join(10)
@@ -124,7 +125,7 @@ def test_who_waits_when_all_are_told_to_stop_stops_there(server: MeetingServer) 
     last.stop()
     threading.Timer(0.5, lines[1].close).start()
     assert [one for one, _, _ in report(lines[0], LAST)()["members"]] == [0]
-    assert lines[0].have(LAST, [0])["members"] == [0] and lines[0].ask("done") == {}
+    assert lines[0].have(LAST, [0], 30.0)["members"] == [0] and lines[0].ask("done") == {}
     last.close()
 
 
@@ -132,15 +133,58 @@ def test_a_member_that_does_not_say_what_it_has_is_waited_for_no_longer_than_an_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The round is made of what the other one has; that member is told so when it says it."""
-    server = MeetingServer(Meeting(2, None), 2, "127.0.0.1", SECRET, start_s=30.0, exchange_s=1.0)
+    server = MeetingServer(Meeting(2, None), 2, "127.0.0.1", SECRET, start_s=30.0)
     monkeypatch.setenv(ROUNDS_VARIABLE, f"127.0.0.1:{server.port}")
     lines = [MeetingLine(replica, SECRET) for replica in range(2)]
     together(*(lambda line=line: line.join(0, "a", []) for line in lines))
     assert len(together(*map(report, lines))[0]["members"]) == 2
     began = time.monotonic()
-    assert lines[0].have(1, [0])["members"] == [0]
+    assert lines[0].have(1, [0], 1.0)["members"] == [0]
     assert 0.9 < time.monotonic() - began < 10
-    assert "could not fetch" in lines[1].have(1, [1])["left_out"]
+    assert "could not fetch" in lines[1].have(1, [1], 1.0)["left_out"]
+    server.close()
+
+
+def test_the_others_go_on_where_the_only_member_of_a_round_is_lost(
+    server: MeetingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has noticed that before it connects again; who was late for that round makes it."""
+    monkeypatch.setattr(server._meeting, "_deadline_s", 0.5)
+    lines = [MeetingLine(replica, SECRET) for replica in range(2)]
+    server.has_ended(2)
+    together(*(lambda line=line: line.join(0, "a", [("h", 0)]) for line in lines))
+    assert [one for one, _, _ in report(lines[0])()["members"]] == [0]
+    answers: list[dict[str, Any]] = []
+    late = threading.Thread(target=lambda: answers.append(report(lines[1])()))
+    late.start()
+    time.sleep(0.3)
+    assert not answers, "the round's members are fixed"
+    again = MeetingLine(0, SECRET)
+    late.join(10)
+    assert [one for one, _, _ in answers[0]["members"]] == [1]
+    assert lines[1].have(1, [1], 30.0)["members"] == [1]
+    joined = again.join(0, "a", [("h", 0)])
+    assert not joined["goes_on"] and [replica for replica, _ in joined["sources"]] == [1]
+
+
+def test_who_waits_shows_that_it_is_not_stuck(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, until the answer is there."""
+    monkeypatch.setattr("megasdc.localsgd.meeting.WAITS_S", 0.1)
+    waits: list[int] = []
+    line = MeetingLine(0, SECRET, lambda: waits.append(1))
+    others = [threading.Timer(1.0, MeetingLine(one, SECRET).join, (0, "a", [])) for one in (1, 2)]
+    for one in others:
+        one.start()
+    assert line.join(0, "a", [])["goes_on"] and len(waits) >= 5
+
+
+def test_a_threshold_that_was_chosen_before_is_every_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not measured once more; a replica that has lost it is told."""
+    server = MeetingServer(Meeting(2, None, window=RoundWindow(3, 0.1)), 2, "127.0.0.1", SECRET, start_s=30.0)
+    monkeypatch.setenv(ROUNDS_VARIABLE, f"127.0.0.1:{server.port}")
+    lines = [MeetingLine(replica, SECRET) for replica in range(2)]
+    joined = together(lambda: lines[0].join(3, "a", [], 2.5), lambda: lines[1].join(3, "a", []))
+    assert [one["threshold_s"] for one in joined] == [2.5, 2.5]
     server.close()
 
 

@@ -27,6 +27,8 @@ def test_the_time_of_a_round_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.times == ([0.0, 1.0, 2.0], [1.0, 2.0, 3.0])
     clock.begin(5)
     assert clock.decide(0) and clock.times == ([], [])
+    clock.begin(5, Done(1, 2), 2.0)
+    assert clock.time_left_s(0) == 1.0, "of a round that was stopped for a while"
 
 
 def test_replayed_work_decides() -> None:
@@ -63,6 +65,11 @@ def test_the_threshold_is_that_of_the_search() -> None:
     wanted = search_threshold(latencies, 0.5, 0.2, DropRule(True, 1))
     assert window.threshold_s == pytest.approx(wanted.tau_s) and window.speedup == pytest.approx(wanted.speedup)
     assert 0 < window.drop_rate <= 0.2 and window.speedup > 1
+    three = RoundWindow(6, 0.2)
+    for step in range(6):
+        times = [(starts[one, step].tolist(), ends[one, step].tolist()) for one in range(3)]
+        three.add([None, *times], ends[:3, step, -1].max() + 0.5)
+    assert three.threshold_s == pytest.approx(search_threshold(latencies[:3], 0.5, 0.2, DropRule(True, 1)).tau_s)
     before = window.threshold_s
     window.add([([0.0], [1.0])] * 4, 2.0)
     assert window.threshold_s == before

@@ -12,6 +12,7 @@ from megasdc.localsgd.rounds import (
     FIRST_DEADLINE_S,
     Meeting,
     NothingLeftError,
+    ReplayError,
     Report,
     Round,
     judge,
@@ -56,7 +57,8 @@ def end(meeting: Meeting, *members: int, digest: str = "a") -> None:
     for one in members:
         meeting.have(one, members)
     meeting.close(now=False)
-    meeting.agree(meeting.round, digest)
+    for one in members:
+        meeting.agree(one, meeting.round, digest)
 
 
 def test_a_round_waits_for_all_and_records_what_they_did() -> None:
@@ -119,7 +121,7 @@ def test_a_lost_replica_is_not_waited_for() -> None:
     meeting.close(now=False)
     assert rounds[-1].members == (0, 1)
     assert not meeting.join(1, 0, "a", [("host", 1)]), "it goes on from the newest round"
-    meeting.agree(1, "b")
+    meeting.agree(0, 1, "b")
     assert meeting.join(2, 1, "b", [("host", 2)]), "it has loaded the newest"
 
 
@@ -146,7 +148,12 @@ def test_the_round_is_made_of_what_all_have() -> None:
         ({0: {}, 1: {"norm": 0.09}, 2: {}}, {}, {1}),
         ({0: {}, 1: {"norm": 1e6}, 2: {}}, {}, {1}),
         ({0: {}, 1: {"norm": 9.0}, 2: {}}, {}, set()),
-        ({0: {}, 1: {"norm": 100.0}}, {}, set()),
+        ({0: {}, 1: {"norm": 100.0}}, {}, {1}),
+        ({0: {}, 1: {"norm": 9.0}}, {}, set()),
+        ({0: {}, 1: {"norm": 0.0}}, {}, {1}),
+        ({0: {"norm": 0.0}, 1: {"norm": 0.0}}, {}, set()),
+        ({0: {}, 1: {"norm": 0.0, "steps": 2}}, {}, set()),
+        ({0: {}, 1: {"norm": 0.001, "steps": 3}}, {}, set()),
         ({0: {}, 1: {"norm": 4.0}}, {1: [1.0] * 5}, {1}),
         ({0: {"norm": 4.0}, 1: {"norm": 4.0}}, {0: [1.0] * 5, 1: [1.0] * 5}, set()),
         ({0: {}, 1: {"norm": 2.0}}, {1: [1.0] * 5}, set()),
@@ -165,6 +172,11 @@ def test_the_round_is_made_of_what_all_have() -> None:
         "huge",
         "unusual",
         "two",
+        "two_near",
+        "two_still",
+        "two_both_still",
+        "two_still_and_late",
+        "two_late",
         "own",
         "all",
         "little",
@@ -222,6 +234,102 @@ def test_a_round_keeps_what_was_looked_at() -> None:
     lines = [json.loads(json.dumps(one.as_dict())) for one in rounds]
     del lines[4]["looks"]  # of an earlier version
     assert [Round.of(line) for line in lines] == rounds
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_round_of_which_nobody_is_left_begins_anew(returns: bool) -> None:
+    """Its only member is lost in the exchange, and may have returned: the others' reports count then."""
+    meeting, clock, rounds = met(2, 10.0)
+    meeting.report(0, report())
+    clock.now += 10.0
+    meeting.look()
+    assert meeting.plan is not None and list(meeting.plan.members) == [0]
+    meeting.have(0, [0])
+    assert not meeting.report(1, report())
+    if returns:
+        assert meeting.join(0, 0, "a", [("host", 0)])
+    else:
+        meeting.leave(0)
+    assert meeting.plan is None and meeting.report(1, report())
+    if returns:
+        assert meeting.report(0, report())
+    meeting.look()
+    end(meeting, *([0, 1] if returns else [1]))
+    assert [one.members for one in rounds] == [(0, 1) if returns else (1,)]
+
+
+def test_a_member_that_was_lost_in_the_exchange_is_not_waited_for_when_it_returns() -> None:
+    """Nobody waits for what its life before would have said."""
+    meeting, _, rounds = met(3)
+    for one in range(3):
+        meeting.report(one, report())
+    meeting.look()
+    meeting.have(0, [0, 2])
+    meeting.have(2, [0, 2])
+    assert not rounds
+    assert not meeting.join(1, 0, "a", [("host", 1)])
+    assert rounds[-1].members == (0, 2) and rounds[-1].absent == (1,)
+
+
+def test_the_deadline_begins_with_the_first_report_that_counts() -> None:
+    """One that has reported first and is lost does not shorten the others' time."""
+    meeting, clock, _ = met(3, 10.0)
+    meeting.report(0, report())
+    clock.now = 9.0
+    meeting.leave(0)
+    meeting.report(1, report())
+    clock.now = 18.0
+    meeting.look()
+    assert meeting.plan is None
+    clock.now = 19.0
+    meeting.look()
+    assert meeting.plan is not None and list(meeting.plan.members) == [1]
+
+
+def test_the_others_go_on_from_what_is_left_where_all_members_of_a_round_are_lost() -> None:
+    """The only member of the newest round dies with its weights: the newest that is left counts."""
+    meeting, clock, rounds = met(2, 10.0)
+    meeting.report(0, report())
+    clock.now += 10.0
+    meeting.look()
+    end(meeting, 0, digest="b")
+    assert rounds[-1].members == (0,)
+    meeting.leave(0)
+    assert meeting.join(0, 0, "a", [("host", 0)]) and (meeting.round, meeting.digest) == (0, "a")
+    for one in (0, 1):
+        assert meeting.report(one, report())
+    meeting.look()
+    end(meeting, 0, 1)
+    assert [one.round for one in rounds] == [1, 1] and rounds[-1].members == (0, 1)
+
+
+def test_norms_and_times_of_earlier_starts_are_known() -> None:
+    """Up to the round from which the run goes on: a norm is far from its own at once, and the deadline is as before."""
+    first, clock, rounds = met(2)
+    for number in range(1, 8):
+        clock.now += 30.0
+        for one in range(2):
+            first.report(one, report(number, norm=1.0 if number < 7 else 50.0))
+        first.look()
+        end(first, 0, 1)
+    meeting = Meeting(2, None, clock=clock, earlier=rounds)
+    meeting.begin({0: (6, "a"), 1: (6, "a")})
+    assert meeting.deadline_s == 30.0
+    meeting.report(0, report(7))
+    meeting.report(1, report(7, norm=4.0))
+    meeting.look()
+    assert meeting.plan is not None and list(meeting.plan.left_out) == [1]
+
+
+def test_a_replayed_round_whose_member_has_ended_is_told() -> None:
+    """The others do not wait for it for ever."""
+    meeting = Meeting(2, 1.0, replayed={1: Round(1, (0, 1), {}, {}, {}, {}, {}, (), 1.0)})
+    meeting.begin(dict.fromkeys(range(2), (0, "a")))
+    meeting.report(0, report())
+    meeting.look()
+    meeting.end(1)
+    with pytest.raises(ReplayError, match="round 1 is replayed, of which replica 1"):
+        meeting.look()
 
 
 def test_a_replayed_round_waits_for_those_that_it_left_out() -> None:

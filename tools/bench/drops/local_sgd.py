@@ -102,7 +102,7 @@ class LocalSgdResult(Result):
             "predicted": lambda one: "-" if one.predicted is None else f"{one.predicted / plain:.3f}",
             "off": lambda one: f"{100 * one.off:+.1f} %",
             "dropped": lambda one: f"{100 * one.dropped:.1f} %",
-            "bytes a round": lambda one: f"{one.fetched:,}",
+            "bytes a round": lambda one: f"{one.fetched:,}" if one.fetched else "-",
             f"loss at {least:,} tokens": lambda one: f"{one.loss_at(least):.3f}",
             "final validation loss": lambda one: f"{one.eval_loss:.3f}",
             "verdict": lambda one: verdict(one.passed),
