@@ -45,7 +45,6 @@ from megasdc.ops.launch.plan import LaunchPlan
 from megasdc.ops.launch.process import FORWARDED
 from megasdc.ops.launch.request import DEFAULT_SCRIPT, LaunchRequest
 from megasdc.ops.launch.supervision import print_front_message
-from megasdc.ops.run_folder.replicas import load_rounds
 from megasdc.parallel.local_ranks import LocalMeeting
 from megasdc.parallel.rendezvous import (
     LOOPBACK,
@@ -186,10 +185,7 @@ def launch_replicas(request: LaunchRequest, replicas: int, *, dry_run: bool = Fa
             rounds.write(json.dumps(one.as_dict()) + "\n")
             _tell_incomplete(one)
 
-        notes: list[str] = []
-        earlier = load_rounds(folder, notes)
-        for note in notes:
-            print_front_message(note)
+        earlier = _earlier_rounds(folder)
         meeting = Meeting(replicas, section.deadline_s, record, window=window, replayed=replayed, earlier=earlier)
         hosts = [] if request.hostfile is None else list(read_hostfile(request.hostfile))
         address = own_address_towards(*hosts) if hosts else LOOPBACK
@@ -223,6 +219,15 @@ def _rounds_to_replay(path: str, replicas: int) -> dict[int, Round]:
             f"{replicas}; name the rounds.jsonl of a run of as many."
         )
     return rounds
+
+
+def _earlier_rounds(folder: Path) -> list[Round]:
+    """Rounds of earlier starts, in order; where they cannot be read, that is printed."""
+    try:
+        return [one for _, one in sorted(read_rounds(folder / ROUNDS_FILE).items())]
+    except ConfigError as error:
+        print_front_message(f"norms and times of the rounds before are not known: {error}")
+        return []
 
 
 def _tell_incomplete(one: Round) -> None:
