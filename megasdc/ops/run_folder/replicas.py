@@ -14,7 +14,7 @@ from typing import Any
 from megasdc.common.durable import parse_json
 from megasdc.common.origin import CONFIG_FILE
 from megasdc.common.words import number_of, ranges
-from megasdc.config.local_sgd import ROUNDS_FILE
+from megasdc.config.local_sgd import INFINITE, ROUNDS_FILE
 from megasdc.events import Event, event_of
 from megasdc.localsgd.rounds import Round
 from megasdc.ops.launch.launch_verdict import LATE, WRONG
@@ -84,7 +84,7 @@ class RoundsSummary:
         fetched_bytes: of weights that ranks fetched from other replicas, in all; None: not recorded.
         waited_s: seconds that replicas waited for others, in all; None: not recorded.
         drop_share: share of their micro-batches that members have not computed, since the round's time was up; None:
-            not known.
+            not known, or nothing is dropped.
         threshold_s: seconds of a round after which a replica starts no micro-batch; None: there is none so far.
         of_replicas: each replica's part.
         notes: what was left out of the file of rounds, a sentence each.
@@ -240,6 +240,8 @@ def rounds_summary(folder: Path, rounds: Sequence[Round], folders: Mapping[int, 
     parts = tuple(_part(one, folder / f"replica_{one}", rounds, events.get(one, [])) for one in range(replicas))
     chosen = [one.fields.get("threshold_s") for some in events.values() for one in some if one.name == "threshold"]
     given = section.get("threshold")
+    inside = (config.get("megasdc", {}).get("drop_compute") or {}).get("enabled")
+    drops = given not in (None, INFINITE) or section.get("replay_rounds") or inside
     done = sum(one.micro_batches for one in parts)
     batch, micro_batch = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     planned = sum(len(one.members) for one in rounds) * (every or 0) * (batch or 0) // (micro_batch or 1)
@@ -254,7 +256,7 @@ def rounds_summary(folder: Path, rounds: Sequence[Round], folders: Mapping[int, 
         left_out=tuple(left_out_of(rounds, replicas)),
         fetched_bytes=sum(one.fetched_bytes or 0 for one in known) if known else None,
         waited_s=sum(waits) if waits else None,
-        drop_share=max(0.0, 1.0 - done / planned) if planned else None,
+        drop_share=max(0.0, 1.0 - done / planned) if planned and drops else None,
         threshold_s=given if isinstance(given, int | float) else chosen[-1] if chosen else None,
         of_replicas=parts,
     )

@@ -126,10 +126,10 @@ def data_of(page: Path) -> dict[str, Any]:
     return json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
 
 
-def write_replicas(folder: Path) -> list[Round]:
+def write_replicas(folder: Path, threshold: str = "3.0") -> list[Round]:
     """Write a launch of two replicas of Local-SGD, 6 rounds of 5 steps; the second is wrong in round 2, late in 4, 5.
 
-    In round 3 it has computed half of its micro-batches. Returns the rounds.
+    In round 3 it has computed half of its micro-batches, since it was past the threshold. Returns the rounds.
     """
     reason = "its weights are not finite"
     looks = {1: RoundLook(False, True, 0.0, {0: 2.0}, 1, 2.0, 0.0, 5, {0: 5})}
@@ -145,7 +145,7 @@ def write_replicas(folder: Path) -> list[Round]:
             Round(number, members, tokens, steps, counts, norms, wrong, absent, 3.0, looks if is_wrong else {})
         )
     for replica in range(2):
-        sets = ("replicas=2", f"replica={replica}", "every=5")
+        sets = ("replicas=2", f"replica={replica}", "every=5", f"threshold={threshold}")
         settings = (*(f"megasdc.local_sgd.{one}" for one in sets), "train_batch_size=8")
         own = write_run(folder / f"replica_{replica}", losses(30, seed=replica), settings=settings)
         events, writer = EventLog(own, 0), MetricsWriter(own)

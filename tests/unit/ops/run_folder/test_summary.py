@@ -112,6 +112,9 @@ def test_replicas_of_local_sgd_are_summarised_together(tmp_path: Path) -> None:
     said = render(found)
     for text in ("6 of 6", "replica 1, round 2, wrong: its weights are not finite; it returned in round 3", "5.6%"):
         assert text in said
+    write_replicas(tmp_path / "whole", threshold='"inf"')
+    whole = summarize_run(tmp_path / "whole").rounds
+    assert whole is not None and whole.drop_share is None, "one that returned within a round has dropped nothing"
     alone = summarize_run(tmp_path / "run" / "replica_0")
     assert alone.rounds == rounds and not alone.of_replicas
     told = [one.what for one in alone.met]
