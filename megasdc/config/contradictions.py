@@ -60,6 +60,7 @@ from megasdc.config.hooks import (
     covered_problems,
     gradient_hook_problems,
 )
+from megasdc.config.local_sgd import AUTO
 from megasdc.config.model import ModelSection, ffn_width, head_width, megatron_problems, query_groups
 from megasdc.config.read import shown
 from megasdc.config.sections import (
@@ -159,6 +160,13 @@ def _local_sgd_problems(file: MegasdcSection) -> Iterator[Problem]:
                 f"got {value}, which is no multiple of the {section.every} local steps of a round: what is evaluated, "
                 f"saved and ended with are weights on which replicas agree; give a multiple, or another {_L}.every.",
             )
+    rounds = training.steps // section.every
+    if section.threshold == AUTO and section.replay_rounds is None and section.window_rounds >= rounds:
+        yield Problem(
+            (f"{_L}.window_rounds", "megasdc.training.steps"),
+            f"got {section.window_rounds}, and the run has {number_of(rounds, 'round')}, so that no threshold is ever "
+            "used; measure fewer rounds, or give a threshold.",
+        )
     if file.study.mode is not None:
         yield Problem((f"{_L}.replicas", "megasdc.study.mode"), "replicas of a study are others; set one of them null.")
     if file.drop_compute.compensation is not None:

@@ -167,7 +167,7 @@ class NothingLeftError(RuntimeError):
     """
 
     def __init__(self, wrong: Mapping[int, str], looks: Mapping[int, RoundLook]) -> None:
-        super().__init__("; ".join(f"replica {replica}: {reason}" for replica, reason in wrong.items()))
+        super().__init__("; ".join(f"replica {replica}: {wrong[replica]}" for replica in sorted(wrong)))
         self.wrong, self.looks = wrong, looks
 
 
