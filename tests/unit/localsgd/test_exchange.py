@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megasdc.common.wire import WireError
+from megasdc.common.wire import BoundedExchange, WireError
 from megasdc.localsgd import exchange
 from megasdc.localsgd.exchange import AGREED, MASTERS, ShardDoor, fetch, fetch_all
 
@@ -54,3 +54,19 @@ def test_what_does_not_fit_is_refused(door: ShardDoor, monkeypatch: pytest.Monke
     door.withdraw(MASTERS)
     with pytest.raises(WireError, match="of round 0"):
         fetch(door.place, SECRET, MASTERS, 4, SHARDS, 10.0)
+
+
+def test_agreed_weights_come_as_they_were_asked_for(door: ShardDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next round may change them while they are sent."""
+    weights = torch.arange(5, dtype=torch.float32)
+    door.offer(AGREED, 3, [weights])
+    send = BoundedExchange.send_json
+
+    def change(self: BoundedExchange, message: object, limit: int) -> None:
+        if isinstance(message, dict) and "digests" in message:
+            weights.zero_()
+        send(self, message, limit)
+
+    monkeypatch.setattr(BoundedExchange, "send_json", change)
+    number, (found,) = fetch(door.place, SECRET, AGREED, None, [torch.zeros(5)], 10.0)
+    assert number == 3 and found.tolist() == [0, 1, 2, 3, 4] and not weights.any()

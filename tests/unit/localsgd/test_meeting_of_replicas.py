@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megasdc.common.errors import LaunchError
+from megasdc.common.wire import shut
 from megasdc.localsgd.meeting import MeetingLine, MeetingServer
 from megasdc.localsgd.round_clock import RoundWindow
 from megasdc.localsgd.rounds import Meeting, Report
@@ -161,10 +162,29 @@ def test_the_others_go_on_where_the_only_member_of_a_round_is_lost(
     assert not answers, "the round's members are fixed"
     again = MeetingLine(0, SECRET)
     late.join(10)
+    with pytest.raises(LaunchError, match="has ended"):
+        lines[0].ask("newest")
     assert [one for one, _, _ in answers[0]["members"]] == [1]
     assert lines[1].have(1, [1], 30.0)["members"] == [1]
     joined = again.join(0, "a", [("h", 0)])
     assert not joined["goes_on"] and [replica for replica, _ in joined["sources"]] == [1]
+
+
+def test_what_a_replica_has_loaded_that_has_gone_before_training_does_not_count(server: MeetingServer) -> None:
+    """Nobody could fetch it: the others begin with the newest that they have."""
+    gone = MeetingLine(0, SECRET)
+    waits = threading.Thread(target=lambda: together(lambda: gone.join(5, "b", [])))
+    waits.start()
+    while 0 not in server._loaded:
+        time.sleep(0.01)
+    server.has_ended(0)
+    shut(gone._connection)
+    while 0 in server._loaded:
+        time.sleep(0.01)
+    waits.join(10)
+    lines = [MeetingLine(replica, SECRET) for replica in (1, 2)]
+    joined = together(*(lambda line=line: line.join(3, "a", []) for line in lines))
+    assert [(one["goes_on"], one["round"]) for one in joined] == [(True, 3)] * 2
 
 
 def test_who_waits_shows_that_it_is_not_stuck(server: MeetingServer, monkeypatch: pytest.MonkeyPatch) -> None:
